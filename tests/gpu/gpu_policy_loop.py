@@ -23,13 +23,13 @@ class Loop(EngineReports):
 
     def __init__(
         self, gpu: GpuParts, model: LateModel, max_in_flight: int, kv_bytes: int = 512 << 20,
-        max_step_tokens: int = 512,
+        max_step_tokens: int = 512, link_bytes_per_s: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         layout = model.decoder.kv
         slice_ = Slice(
             "s", "gpu", kv_bytes=kv_bytes, gpu=GpuShare("GPU", 0), max_step_tokens=max_step_tokens,
-            host_kv_bytes=gpu.host_kv.size,
+            host_kv_bytes=gpu.host_kv.size, link_bytes_per_s=link_bytes_per_s,
         )  # fmt: skip
         self.policy = SlicePolicy(slice_, max_in_flight)
         self.grammars = Grammars(gpu.masks)

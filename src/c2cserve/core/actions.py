@@ -259,7 +259,7 @@ class BringPrefix:
     ids: tuple[int, ...]
     blocks: tuple[int, ...]
     kv_end_bytes: int | None = None
-    """As `step.Step.kv_end_bytes`."""
+    """The same as `step.Step.kv_end_bytes`."""
 
 
 @value

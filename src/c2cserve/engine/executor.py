@@ -25,7 +25,7 @@ from c2cserve.core.step import Lane, SeqStep, Step
 from c2cserve.engine.guides import Guides, LateSample, StepMasks
 from c2cserve.engine.lanes import LaneParts, LaneSteps, compute_seconds, lanes_of
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
-from c2cserve.engine.prefixes import HostPrefixes
+from c2cserve.engine.prefixes import PrefixBlocks
 from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.report import ExecutorState, Report
 from c2cserve.engine.rotation import HostKv, no_copies
@@ -85,7 +85,7 @@ class Executor:
         self._seqs: dict[str, Sequence] = {}
         self._parked: list[tuple[Run, Work]] = []
         self.host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
-        self.prefixes = HostPrefixes(self.host_kv.extents, self.host_kv.copier, clock)
+        self.prefixes = PrefixBlocks(self.host_kv.extents, self.host_kv.copier, clock)
         self._guides = Guides() if guides is None else guides
 
     # ---- models and requests --------------------------------------------------------------------

@@ -14,7 +14,7 @@ from c2cserve.memory.host_blocks import CopyRun
 
 
 @dataclass(frozen=True, slots=True)
-class _RunningMove:
+class _RunningCopy:
     number: int
     direction: Direction
     since_s: float
@@ -31,7 +31,7 @@ class PrefixCounts:
 
 
 @dataclass(slots=True)
-class HostPrefixes:
+class PrefixBlocks:
     """Not thread-safe. `extents` has the memory, which KV of requests uses as well."""
 
     extents: Extents
@@ -42,7 +42,7 @@ class HostPrefixes:
     _blocks: dict[int, list[Extent]] = field(default_factory=dict[int, list[Extent]])
     """Where each block lies, most of them in one piece."""
     _sizes: dict[int, int] = field(default_factory=dict[int, int])
-    _moves: list[_RunningMove] = field(default_factory=list[_RunningMove])
+    _moves: list[_RunningCopy] = field(default_factory=list[_RunningCopy])
     _over: list[PrefixMoved] = field(default_factory=list[PrefixMoved])
 
     def submit(self, action: PrefixAction) -> None:
@@ -73,8 +73,8 @@ class HostPrefixes:
     def _copy(self, action: SavePrefix | BringPrefix, direction: Direction) -> None:
         began_s = self.clock()
         done = self.copier(self._runs(action), direction)
-        self._moves.append(_RunningMove(action.move, direction, began_s, done))
-        self._look()  # what this thread does before it looks again is no part of a copy at once
+        self._moves.append(_RunningCopy(action.move, direction, began_s, done))
+        self._refresh()  # what this thread does before it looks again is no part of a copy at once
 
     def _runs(self, action: SavePrefix | BringPrefix) -> list[CopyRun]:
         """Return the copies. Blocks that follow one another on the host are one run."""
@@ -95,12 +95,12 @@ class HostPrefixes:
 
     def finished(self) -> list[PrefixMoved]:
         """Return the ends of moves since the last call."""
-        self._look()
+        self._refresh()
         over, self._over = self._over, []
         return over
 
-    def _look(self) -> None:
-        under_way: list[_RunningMove] = []
+    def _refresh(self) -> None:
+        under_way: list[_RunningCopy] = []
         for move in self._moves:
             if not move.done():
                 under_way.append(move)

@@ -43,7 +43,7 @@ def test_a_request_that_has_outgrown_the_arena_ends_and_is_not_paused() -> None:
     assert isinstance(first, RunStep)
     policy.apply(Submitted(request("waits", prompt=16)))
     policy.apply(StepDone(first.step.id, (SeqOutcome("long", 1, finished=False),), 0.01))
-    truncated, step = policy.decide(10.0)
+    _, truncated, step = policy.decide(10.0)  # the first one saves the prefix
     assert truncated == Truncate("long")
     assert isinstance(step, RunStep)
     assert step.step.seqs[0].request_id == "waits"

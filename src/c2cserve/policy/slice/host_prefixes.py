@@ -3,7 +3,7 @@
 Blocks of a model form a tree: a block's parent is the one before it in the prefix. A block can be
 found only while its parent can, so what is found is complete. Prefixes go from their ends: the
 cheapest block that is no parent first. Its price is the *floor* for those that are used from then
-on (GreedyDual-Size-Frequency), so what is not used any more gets cheaper beside the others."""
+on (GreedyDual-Size-Frequency). So what is not used any more gets cheaper beside the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class HostBlock:
     pins: int = 0
     gone: bool = False
     children: dict[int, "HostBlock"] = field(default_factory=dict[int, "HostBlock"])
-    """By id."""
+    """The blocks that follow it in prefixes, by id."""
 
     @property
     def may_go(self) -> bool:
@@ -58,10 +58,10 @@ class HostPrefixes:
 
     def run(self, model: str, hashes: Sequence[int]) -> list[HostBlock]:
         """Return the longest run of blocks from the first hash on whose bytes are here."""
-        known = self._by_hash.get(model, {})
+        blocks = self._by_hash.get(model, {})
         found: list[HostBlock] = []
         for value in hashes:
-            block = known.get(value)
+            block = blocks.get(value)
             if block is None or not block.saved:
                 break
             found.append(block)
@@ -113,8 +113,8 @@ class HostPrefixes:
 
     def clear(self) -> None:
         """Drop all blocks. The pinned ones keep their places until they are not."""
-        for known in list(self._by_hash.values()):
-            for block in list(known.values()):
+        for blocks in list(self._by_hash.values()):
+            for block in list(blocks.values()):
                 if block.parent is None:
                     self.drop(block)
 
@@ -130,9 +130,9 @@ class HostPrefixes:
             one = left.pop()
             left += one.children.values()
             one.children, one.parent, one.gone = {}, None, True
-            known = self._by_hash[one.model]
-            del known[one.value]
-            if not known:
+            blocks = self._by_hash[one.model]
+            del blocks[one.value]
+            if not blocks:
                 del self._by_hash[one.model]
             if not one.pins:
                 self._free(one)

@@ -23,12 +23,12 @@ _MOVES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class _PrefixMove:
     model: ActiveModel
     blocks: list[HostBlock]
     places: tuple[int, ...]
     sealed: list[Sealed]
-    """Of a save: as what the arena had each block."""
+    """What the arena had each block as, if it is a save."""
     seq: Seq | None = None
     """Who waits for blocks that come in."""
 
@@ -48,7 +48,7 @@ class PrefixTier:
         self._rotated_bytes = rotated_bytes
         self._emit = emit
         self._host = HostPrefixes()
-        self._moves: dict[int, _Move] = {}
+        self._moves: dict[int, _PrefixMove] = {}
         self._last_move = 0
         self._coming: Counter[tuple[str, int]] = Counter()
         """Blocks that are being brought in, by model and hash."""
@@ -94,7 +94,7 @@ class PrefixTier:
             parent = block
         self._pass_on()
         if blocks:
-            move = _Move(model, blocks, tuple(one.offset for one in found), found)
+            move = _PrefixMove(model, blocks, tuple(one.offset for one in found), found)
             self._emit(SavePrefix(self._begin(move), model.block_bytes, _ids(blocks), move.places))
 
     def _has_room(self, size: int, parent: HostBlock | None) -> bool:
@@ -150,7 +150,7 @@ class PrefixTier:
             self._host.pin(block)
             self._coming[model.name, block.value] += 1
         places = tuple(seq.blocks[first : first + len(blocks)])
-        move = _Move(model, blocks, places, [], seq)
+        move = _PrefixMove(model, blocks, places, [], seq)
         self._incoming_bytes += move.size
         self.hits += 1
         self.tokens += tokens
@@ -181,14 +181,14 @@ class PrefixTier:
         self._pass_on()
         return move.seq
 
-    def _saved(self, move: _Move) -> None:
+    def _saved(self, move: _PrefixMove) -> None:
         for block, sealed in zip(move.blocks, move.sealed, strict=True):
             if self._arena.sealed(move.model.key, block.value) == sealed:
                 block.saved = True
             else:  # other bytes may have been copied
                 self._host.drop(block)
 
-    def _brought(self, move: _Move, seq: Seq) -> None:
+    def _brought(self, move: _PrefixMove, seq: Seq) -> None:
         for block, offset in zip(move.blocks, move.places, strict=True):
             if not block.gone:
                 self._arena.seal(move.model.key, offset, block.value)
@@ -208,7 +208,7 @@ class PrefixTier:
         """Whether some of them are the model's."""
         return any(one.model is model and one.seq is not None for one in self._moves.values())
 
-    def _begin(self, move: _Move) -> int:
+    def _begin(self, move: _PrefixMove) -> int:
         self._last_move += 1
         self._moves[self._last_move] = move
         return self._last_move
