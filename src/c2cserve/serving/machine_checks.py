@@ -86,8 +86,8 @@ def diagnose(host: str, port: int, pool_dir: Path) -> Diagnosis:
     slices = with_nodes(slices, find_gpu_nodes(find_nvml(), machine.gpus))
     checks = (
         check_system(), check_cpu(machine), check_numa(machine, slices), check_kernels(),
-        check_memory(machine), check_shared_memory(machine, pool_dir), plan, check_gpus(machine), check_limits(),
-        check_port(host, port), check_libraries(),
+        check_memory(machine), check_shared_memory(machine, pool_dir), plan, check_gpus(machine),
+        check_limits(), check_port(host, port), check_libraries(),
     )  # fmt: skip
     findings += [finding for check in checks for finding in check]
     return Diagnosis(__version__, machine, tuple(findings), slices, plan_pool_bytes(machine))
