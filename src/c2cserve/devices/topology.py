@@ -55,6 +55,25 @@ def find_links(
     return tuple(links), tuple(groups)
 
 
+def find_gpu_nodes(nvml: Any, gpus: Sequence[Gpu], *, sys: Path = Path("/sys")) -> dict[str, int]:
+    """Return the NUMA node of each GPU that the driver and the kernel know, by `uuid`."""
+    if nvml is None or not gpus:
+        return {}
+    found: dict[str, int] = {}
+    nvml.nvmlInit()
+    try:
+        for gpu in gpus:
+            try:
+                name = _node_of(nvml, nvml.nvmlDeviceGetHandleByUUID(gpu.uuid), sys)
+            except nvml.NVMLError:
+                continue
+            if name != _HOST:
+                found[gpu.uuid] = int(name.removeprefix("node"))
+    finally:
+        nvml.nvmlShutdown()
+    return found
+
+
 def _bytes_per_s(nvml: Any, handle: Any) -> float:
     generation = int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
     lanes = int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))

@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -83,14 +83,18 @@ class Pool:
         *,
         threads: int = 4,
         read: Read = pread,
+        nodes: Sequence[int] = (),
     ) -> None:
-        """Take the instance's lock in `directory`. Raises PoolError if another run has it."""
+        """Take the instance's lock in `directory`. Raises PoolError if another run has it.
+
+        `nodes` are the NUMA nodes over which segments are spread; none: the kernel decides."""
         self.instance = instance
         self.directory = directory
         self.budget_bytes = budget_bytes
         self._listener = listener
         self._threads = threads
         self._read = read
+        self._nodes = tuple(nodes)
         self._entries: dict[str, _Entry] = {}
         self._generation = 0
         self._evicted_at = -math.inf
@@ -207,7 +211,7 @@ class Pool:
     def _create(self, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource]) -> Segment:
         """Create the segment. A full filesystem is an error, unless a model was evicted just now:
         its memory comes back when the last worker has unmapped it."""
-        create = partial(Segment.create, entry.path, plan, sources)
+        create = partial(Segment.create, entry.path, plan, sources, self._nodes)
         while True:
             try:
                 return open_patiently(create, lambda: entry.gone)

@@ -10,12 +10,15 @@ last byte is written. A worker that needs a group sets its wanted flag: the load
 """
 
 import json
+import logging
 import mmap
 import os
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,9 @@ from numpy.typing import NDArray
 from c2cserve.core.tensors import ITEM_BYTES, Dtype
 from c2cserve.memory.checkpoint import TensorSource
 from c2cserve.memory.layout import LayoutPlan
+from c2cserve.memory.numa import place_file
+
+log = logging.getLogger(__name__)
 
 _MAGIC = b"c2cseg1\0"
 _PAGE = 4096
@@ -126,9 +132,13 @@ class Segment:
         self._wanted = flags[_CONTROL_HEAD + count : _CONTROL_HEAD + 2 * count]
 
     @classmethod
-    def create(cls, path: Path, plan: LayoutPlan, sources: dict[str, TensorSource]) -> "Segment":
-        """Reserve the memory and write the manifest. Raises OSError (ENOSPC) when there is no room,
-        and leaves nothing behind then."""
+    def create(
+        cls, path: Path, plan: LayoutPlan, sources: dict[str, TensorSource],
+        nodes: Sequence[int] = (),
+    ) -> "Segment":  # fmt: skip
+        """Reserve the memory and write the manifest. Pages lie on these NUMA nodes in turn; without
+        any, where the kernel takes them. Raises OSError (ENOSPC) when there is no room, and leaves
+        nothing behind then."""
         room = _manifest_room(plan)
         places, size = place_tensors(plan, room)
         files: dict[str, int] = {}
@@ -144,6 +154,8 @@ class Segment:
             raise ValueError(f"{path}: the manifest of {len(manifest)} bytes is too long")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            if nodes:
+                _on_nodes(fd, size, nodes)
             # Reserve every page now: a full filesystem is an error here, not a signal later.
             os.posix_fallocate(fd, 0, size)
             header = _MAGIC + struct.pack("<Q", len(manifest)) + manifest
@@ -279,6 +291,18 @@ class _Fence:
             pass
         with self._lock:
             pass
+
+
+def _on_nodes(fd: int, size: int, nodes: Sequence[int]) -> None:
+    try:
+        place_file(fd, size, nodes)
+    except OSError as error:  # weights are the same wherever they lie
+        _say_once(f"segments lie on any NUMA node: mbind: {error.strerror}")
+
+
+@cache
+def _say_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def control_path(path: Path) -> Path:

@@ -92,9 +92,12 @@ class LiveServer:
         settings = self._settings
         for dead in remove_dead_runs(settings.pool_dir):
             log.warning("removed what the killed server %s left in shared memory", dead)
-        slices, budget = plan_machine(settings.wishes, settings.pool_dir, settings.pool_bytes)
+        plan = plan_machine(settings.wishes, settings.pool_dir, settings.pool_bytes)
+        slices, budget = plan.slices, plan.pool_bytes
         check_open_files(len(slices), settings.server.text.processes)
-        pool = partial(make_pool, self._instance, settings.pool_dir, budget)
+        pool = partial(
+            make_pool, self._instance, settings.pool_dir, budget, nodes=plan.pool_nodes
+        )  # fmt: skip
         kv_bytes = max(one.kv_bytes for one in slices)
         roots = roots_of(self._catalog, settings.model_roots)
         host = CatalogHost(
@@ -208,9 +211,11 @@ class _Loops:
         return policy, both(self._record, self._tap)
 
 
-def make_pool(instance: str, directory: Path, budget: int, listener: Listener) -> Pool:
+def make_pool(
+    instance: str, directory: Path, budget: int, listener: Listener, *, nodes: Sequence[int] = ()
+) -> Pool:
     """Return the run's pool. Raises CliError if there is no place for it."""
     try:
-        return Pool(instance, directory, budget, listener)
+        return Pool(instance, directory, budget, listener, nodes=nodes)
     except OSError as error:
         raise CliError(f"--pool-dir {directory}: {error.strerror}", 2) from error

@@ -4,7 +4,7 @@ import os
 import platform
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -15,9 +15,10 @@ from c2cserve.core.machine import Gpu, Machine, Slice
 from c2cserve.devices.discover import discover
 from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.links import measure_host_read
+from c2cserve.devices.numa import reader_nodes, show_nodes, with_nodes
 from c2cserve.devices.plan import SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
-from c2cserve.devices.topology import find_links, show_links
+from c2cserve.devices.topology import find_gpu_nodes, find_links, show_links
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.terminal.output import show_bytes
 
@@ -82,10 +83,11 @@ def diagnose(host: str, port: int, pool_dir: Path) -> Diagnosis:
     links, groups = find_links(find_nvml(), machine.gpus, host_read)
     machine = replace(machine, links=(host_read, *links), groups=groups)
     slices, plan = check_slices(machine)
+    slices = with_nodes(slices, find_gpu_nodes(find_nvml(), machine.gpus))
     checks = (
-        check_system(), check_cpu(machine), check_kernels(), check_memory(machine),
-        check_shared_memory(machine, pool_dir), plan, check_gpus(machine), check_limits(),
-        check_port(host, port), check_libraries(),
+        check_system(), check_cpu(machine), check_numa(machine, slices), check_kernels(),
+        check_memory(machine), check_shared_memory(machine, pool_dir), plan, check_gpus(machine),
+        check_limits(), check_port(host, port), check_libraries(),
     )  # fmt: skip
     findings += [finding for check in checks for finding in check]
     return Diagnosis(__version__, machine, tuple(findings), slices, plan_pool_bytes(machine))
@@ -117,6 +119,16 @@ def check_cpu(machine: Machine) -> Iterator[Finding]:
         rate = f"{link.bytes_per_s / 1e9:.1f}"
         text = f"{rate} GB/s read by all cores: {rate}/S tokens/s at most, of a dense model of S GB"
         yield Finding(Level.OK, "memory link", text)
+
+
+def check_numa(machine: Machine, slices: Sequence[Slice]) -> Iterator[Finding]:
+    """Say where the pool's segments would lie, and draw the nodes if there are several."""
+    text = show_nodes(machine, reader_nodes(machine, slices))
+    for node in machine.numa if len(machine.numa) > 1 else ():
+        names = [one.id for one in slices if one.numa == node.id]
+        read = f", read by {', '.join(names)}" if names else ""
+        text += f"\nnode {node.id}: {len(node.cpus)} CPUs, {show_bytes(node.memory_bytes)}{read}"
+    yield Finding(Level.OK, "NUMA", text)
 
 
 def check_kernels() -> Iterator[Finding]:

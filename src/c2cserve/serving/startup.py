@@ -4,15 +4,17 @@ import logging
 import resource
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from c2cserve.catalog.file import Catalog
 from c2cserve.core.machine import Gpu, GpuShare, ProfileChoice, Slice
 from c2cserve.devices.discover import discover
-from c2cserve.devices.gpus import GpuProblem
+from c2cserve.devices.gpus import GpuProblem, find_nvml
+from c2cserve.devices.numa import reader_nodes, show_nodes, with_nodes
 from c2cserve.devices.plan import NO_GPUS, SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
+from c2cserve.devices.topology import find_gpu_nodes
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.kernels.native import KernelsMissing, chosen_isa, load_library
 from c2cserve.runtime.gateway import Refused
@@ -28,11 +30,20 @@ _OWN_FILES, _SLICE_FILES, _TEXT_FILES = 64, 8, 4
 slice and one text process it had 46 open at most, with two and three 56."""
 
 
-def plan_machine(
-    wishes: SliceWishes, pool_dir: Path, pool_bytes: int | None
-) -> tuple[Sequence[Slice], int]:
-    """Return the slices of this machine, with the speed of their links, and the budget of its pool
-    in bytes.
+@dataclass(frozen=True, slots=True)
+class MachinePlan:
+    """How a server uses its machine."""
+
+    slices: Sequence[Slice]
+    """With the speed of their links."""
+    pool_bytes: int
+    """The budget of the pool."""
+    pool_nodes: tuple[int, ...]
+    """The NUMA nodes over which the pool's segments are spread; none: there is one node."""
+
+
+def plan_machine(wishes: SliceWishes, pool_dir: Path, pool_bytes: int | None) -> MachinePlan:
+    """Plan the use of this machine.
 
     `pool_bytes` replaces the planned budget. Raises CliError for wishes that this machine cannot
     fulfil."""
@@ -48,10 +59,13 @@ def plan_machine(
     except SlicePlanError as error:
         raise CliError(str(error), 2) from error
     slices = with_links(slices, machine.gpus)
+    slices = with_nodes(slices, find_gpu_nodes(find_nvml(), machine.gpus))
+    nodes = reader_nodes(machine, slices)
+    log.info("NUMA: %s", show_nodes(machine, nodes))
     if pool_bytes is None:
         paused = sum(one.host_kv_bytes for one in slices)
         pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
-    return slices, pool_bytes
+    return MachinePlan(slices, pool_bytes, nodes)
 
 
 def check_open_files(slices: int, text_processes: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from c2cserve.core.machine import Gpu, Link, LinkGroup, Machine
 from c2cserve.devices.discover import discover
-from c2cserve.devices.topology import find_links, show_links
+from c2cserve.devices.topology import find_gpu_nodes, find_links, show_links
 
 GPUS = tuple(
     Gpu(i, f"GPU-{i}", "NVIDIA H200", 1 << 30, readable=tuple(f"GPU-{j}" for j in {0, 1, 2} - {i}))
@@ -107,3 +107,10 @@ def test_what_the_driver_does_not_tell_is_left_out(sysfs: Path) -> None:
     assert find_links(None, GPUS, HOST) == ((), ())
     (sysfs / "bus/pci/devices/0000:1b:00.0/numa_node").write_text("-1\n")
     assert machine_of(FakeNvml(), sysfs).links[2].source == "host"
+
+
+def test_each_gpu_has_a_node_that_the_kernel_tells(sysfs: Path) -> None:
+    assert find_gpu_nodes(FakeNvml(), GPUS, sys=sysfs) == {"GPU-0": 0, "GPU-1": 0, "GPU-2": 1}
+    assert find_gpu_nodes(FakeNvml(("GPU-1",)), GPUS, sys=sysfs).keys() == {"GPU-0", "GPU-2"}
+    assert find_gpu_nodes(FakeNvml(), GPUS, sys=sysfs / "none") == {}
+    assert find_gpu_nodes(None, GPUS) == {}

@@ -1,5 +1,6 @@
 """Loads over several links: their own first, and those of neighbours that are idle."""
 
+import json
 from dataclasses import replace
 from math import inf
 
@@ -7,36 +8,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from c2cserve.cli.main import app
 from c2cserve.serving.catalog_shapes import find_models
+from c2cserve.sim.planning.plan import Planner
+from c2cserve.sim.planning.show import answer
 from c2cserve.sim.planning.trials import without_gpus
 from c2cserve.sim.run import Scenario, simulate
 from c2cserve.sim.workload.build import WorkloadSettings
-from c2cserve.sim.world import load_paths
 from c2cserve.sim.world.hardware import SliceSettings, build
-from c2cserve.sim.world.links import Network
-from c2cserve.sim.world.load_paths import PathsLoad
+from c2cserve.sim.world.links import PART_BYTES, Network, PathsLoad
 from c2cserve.sim.world.timeline import Timeline
 
 LINKS = [("own", 10.0), ("near", 10.0), ("far", 10.0), ("host", 25.0)]
+"""Parts of a load in a second; all sizes are in such parts."""
 PATHS = (("own", "host"), ("near", "host"), ("far", "host"))
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_paths, "PART_BYTES", 1.0)
 
 
 class World:
     def __init__(self) -> None:
         self.timeline = Timeline()
-        self.network = Network(self.timeline, LINKS)
+        rates = [(name, rate * PART_BYTES) for name, rate in LINKS]
+        self.network = Network(self.timeline, rates)
         self.ended_s: list[float] = []
 
     def load(self, paths: int, size: float = 100.0, cap: float = inf) -> PathsLoad:
         ended = self.ended_s
         return PathsLoad(
-            self.network, PATHS[:paths], size, cap, lambda: ended.append(self.timeline.now)
-        )
+            self.network, PATHS[:paths], size * PART_BYTES, cap * PART_BYTES,
+            lambda: ended.append(self.timeline.now),
+        )  # fmt: skip
 
     def run(self) -> None:
         while self.timeline.step():
@@ -55,7 +55,8 @@ def test_a_neighbours_own_bytes_come_first() -> None:
     """Its link relays nothing but the part that was on its way, until it is idle again."""
     world = World()
     own: list[float] = []
-    world.network.start(("near", "host"), 20.0, inf, lambda: own.append(world.timeline.now))
+    mine = 20.0 * PART_BYTES
+    world.network.start(("near", "host"), mine, inf, lambda: own.append(world.timeline.now))
     world.load(2, 40.0)
     world.run()
     assert own == [pytest.approx(2.0)]
@@ -82,7 +83,7 @@ def test_every_byte_comes_once(sizes: list[float], paths: int, cap: float) -> No
     world.run()
     assert len(world.ended_s) == len(sizes)
     world.network.update_totals()
-    assert world.network.links["host"].moved_bytes == pytest.approx(sum(sizes))
+    assert world.network.links["host"].moved_bytes == pytest.approx(sum(sizes) * PART_BYTES)
 
 
 def test_slices_know_what_their_neighbours_add() -> None:
@@ -111,10 +112,7 @@ def test_a_single_gpu_has_no_neighbours() -> None:
     assert one.slice.relayed_bytes_per_s == 0.0
 
 
-def test_first_tokens_of_cold_models_come_sooner_with_relays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.undo()
+def test_first_tokens_of_cold_models_come_sooner_with_relays() -> None:
     scenario = Scenario(
         "h200-x2", "llama-3.1-8b*4",
         WorkloadSettings("synthetic:rate=0.5,sources=4,duration=20"),
@@ -125,3 +123,37 @@ def test_first_tokens_of_cold_models_come_sooner_with_relays(
     slow = simulate(replace(scenario, slices=SliceSettings()), models)
     assert fast.requests == slow.requests > 0
     assert fast.ttft.p99 < 0.8 * slow.ttft.p99
+
+
+LOAD = WorkloadSettings("synthetic:rate=0.5,sources=2,duration=8")
+
+
+def test_the_command_shows_both(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "simulate", "--hardware", "h200-x2", "--catalog", "llama-3.1-8b*2", "--trace", LOAD.trace,
+        "--gpu-relays",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="0"):
+        app([*command, "--json", "-"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["without_relays"]["requests"] == found["requests"]
+    assert found["without_relays"]["ttft"]["p99"] > found["ttft"]["p99"]
+    with pytest.raises(SystemExit, match="0"):
+        app(command)
+    assert "GPUs that relay loads for each other" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("hardware", ["h200-x2", "h200-x1"])
+def test_a_plan_says_what_relays_change(hardware: str) -> None:
+    scenario = Scenario(
+        hardware, "llama-3.1-8b*2", LOAD, "10,1", slices=SliceSettings(relays=True), noise=0.0
+    )
+    models = find_models(scenario.catalog)
+    planner = Planner(scenario, models, 0.5, lambda what, done, left: None)
+    plan = planner.largest_catalogue(hardware, 2)
+    lines = [line for line in answer(plan, 0.5) if line.startswith("With one link for each GPU")]
+    assert len(lines) == (hardware == "h200-x2")
+    if hardware == "h200-x2":
+        assert plan.best is not None
+        assert plan.without_relays is not None
+        assert plan.without_relays.ttft_p95_s > plan.best.ttft_p95_s

@@ -28,7 +28,7 @@ from c2cserve.sim.world.context import SimulationContext, SliceUse
 from c2cserve.sim.world.copy_engine import CopyEngine
 from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.host_thread import HostThread
-from c2cserve.sim.world.load_paths import PathsLoad
+from c2cserve.sim.world.links import PathsLoad
 from c2cserve.sim.world.loop import PolicyLoop
 from c2cserve.sim.world.requests import TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
