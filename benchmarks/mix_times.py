@@ -43,7 +43,7 @@ _STREAMED = 160
 """Tokens of a stream, at least."""
 _TRIES = 4
 _BOUND_BY_HOST = 1.2
-"""Prompts that take this many times as long as the fastest one keep the GPU busy, if no longer one
+"""Prompts that take this many times as long as the median one keep the GPU busy, if no longer one
 takes less. All else is the host or noise."""
 _KINDS = ("prefill", "decode", "switched")
 """Kinds of steps, as a server counts them."""
@@ -251,7 +251,7 @@ def _without_host(points: Sequence[tuple[int, float]], decode_s: float) -> list[
     Short prompts keep it for as long as the host launches them. The GPU takes less, which cannot be
     seen: from a decode step's time for one token, as it reads the same weights, along a line to the
     first of the longest prompts that are clearly longer."""
-    most_s = _BOUND_BY_HOST * min(took_s for _, took_s in points)
+    most_s = _BOUND_BY_HOST * median(took_s for _, took_s in points)
     short = [at for at, (_, took_s) in enumerate(points) if took_s <= most_s]
     return [(1, decode_s), *(points[short[-1] + 1 :] or points[-1:])]
 

@@ -84,6 +84,42 @@ def test_triton_is_asked_once_for_a_key(kernel: Kernel) -> None:
     ]  # fmt: skip
 
 
+class CudaLauncher:
+    """Triton's own, of a kernel that needs scratch memory or not."""
+
+    launch_cooperative_grid, launch_pdl, profile_scratch_size = False, True, 0
+
+    def __init__(self, scratch_bytes: int) -> None:
+        self.global_scratch_size = scratch_bytes
+        self.called: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self.called.append(arguments)
+
+    def launch(self, *arguments: Any) -> None:
+        self.launched.append(arguments)
+
+
+@pytest.mark.parametrize("scratch_bytes", [0, 512])
+def test_kernels_without_scratch_memory_are_launched_by_the_function_in_c(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, scratch_bytes: int
+) -> None:
+    run = CudaLauncher(scratch_bytes)
+    monkeypatch.setattr(kernel, "run", run)
+    launch = Launcher(kernel, constants)
+    for _ in range(2):
+        launch(GRID, (At(16), At(32)), (64, 7, 0.5), (64,))
+    own = (16, 32, 64, 7, 0.5, 128, PDL_OPTIONS["PDL"])
+    described = ("metadata", None, None, None)
+    if scratch_bytes:
+        assert run.called == [(*GRID, "stream of 0", "function", *described, *own)]
+    else:
+        options = (False, True, None, None)
+        assert run.launched == [(*GRID, "stream of 0", "function", *options, *described, *own)]
+    assert len(run.called) + len(run.launched) == 1
+
+
 def test_triton_is_asked_for_another_key_or_gpu_or_an_odd_address(kernel: Kernel) -> None:
     launch = Launcher(kernel, constants)
     launch(GRID, (At(16), At(24)), (64, 7, 0.5), (64,))

@@ -107,7 +107,7 @@ def launch(
     threads: int,
     shared_bytes: int,
     stream: int,
-    parameters: ctypes.Structure,
+    parameters: ctypes.Array[ctypes.c_char],
     *,
     pdl: bool,
 ) -> None:
@@ -115,6 +115,14 @@ def launch(
 
     With `pdl` it may begin before earlier kernels have ended, and waits for them in its own code.
     """
+    config = _launch_config(grid, threads, shared_bytes, stream, pdl)
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+    checked("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+
+
+@lru_cache(maxsize=1024)
+def _launch_config(grid: int, threads: int, shared_bytes: int, stream: int, pdl: bool) -> Any:
+    """Return the driver's description of a launch. Launches only read it."""
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
@@ -123,8 +131,7 @@ def launch(
     if pdl:
         config.attrs = [_pdl_attribute()]
         config.numAttrs = 1
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
-    checked("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+    return config
 
 
 def new_stream(device: int) -> torch.cuda.Stream:

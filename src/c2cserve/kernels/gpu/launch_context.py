@@ -161,16 +161,17 @@ class LaunchContext:
         return self._clusters[variant]
 
     def launch(
-        self, variant: Variant, clusters: int, parameters: ctypes.Structure, *, pdl: bool = False,
-        home: Home = "hbm",
+        self, variant: Variant, clusters: int, parameters: ctypes.Array[ctypes.c_char], *,
+        pdl: bool = False, home: Home = "hbm",
     ) -> None:  # fmt: skip
         """Launch a variant, with W at `home`. Raises `KernelMissingError`, `CudaError`."""
+        stream = self.stream
         driver.launch(
             self.repository.kernel(variant), clusters * variant.cluster, THREADS,
-            SHARED_BYTES, self.stream, parameters, pdl=pdl,
+            SHARED_BYTES, stream, parameters, pdl=pdl,
         )  # fmt: skip
         if self._word is not None and home in self.readers:
-            driver.hold_back(self.stream, self._word.data_ptr())
+            driver.hold_back(stream, self._word.data_ptr())
 
 
 @cache

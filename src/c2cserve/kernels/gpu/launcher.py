@@ -21,9 +21,9 @@ _Key = tuple[Hashable, ...]
 
 
 class _Compiled(NamedTuple):
-    run: Callable[..., None]
-    function: Any
-    metadata: Any
+    launch: Callable[..., None]
+    described: tuple[Any, ...]
+    """The arguments between the stream and the kernel's own."""
     constants: tuple[Any, ...]
 
 
@@ -53,10 +53,9 @@ class Launcher:
             for pointer in pointers:
                 odd |= pointer
             if odd % _ALIGNMENT == 0:
-                # The three None are launch hooks, which only Triton's own profilers need.
-                compiled.run(
-                    *grid, _stream(device), compiled.function, compiled.metadata, None, None, None,
-                    *pointers, *numbers, *compiled.constants,
+                compiled.launch(
+                    *grid, _stream(device), *compiled.described, *pointers, *numbers,
+                    *compiled.constants,
                 )  # fmt: skip
                 return
         self._launch_by_triton(grid, tensors, numbers, key)
@@ -75,12 +74,26 @@ class Launcher:
             covered = isinstance(number, float) or parameter.do_not_specialize or number in key
             assert covered, f"{parameter.name} = {number} is not in the key {key}"
         names = self._kernel.arg_names[first + len(numbers) :]
+        launch, described = _launch_of(kernel)
         self._compiled[device, key] = _Compiled(
-            kernel.run,
-            kernel.function,
-            kernel.packed_metadata,
-            tuple(constants[name] for name in names),
+            launch, described, tuple(constants[name] for name in names)
         )
+
+
+def _launch_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """Return what launches a compiled kernel, and its arguments behind the stream.
+
+    Triton's launchers are a function in C, and Python around it that allocates scratch memory for
+    kernels that need some. Of others the function is called.
+    """
+    run = kernel.run
+    # The three None are launch hooks, which only Triton's own profilers need.
+    described = (kernel.packed_metadata, None, None, None)
+    sizes = [getattr(run, f"{name}_scratch_size", None) for name in ("global", "profile")]
+    if sizes != [0, 0]:
+        return run, (kernel.function, *described)
+    options = run.launch_cooperative_grid, run.launch_pdl
+    return run.launch, (kernel.function, *options, None, None, *described)
 
 
 def _stream(device: int) -> int:

@@ -2,7 +2,7 @@
 
 import ctypes
 from functools import cache
-from typing import Any
+from struct import Struct
 
 from torch import Tensor
 
@@ -86,31 +86,42 @@ def output(out: Tensor, bias: Tensor | None) -> OutputParams:
     )
 
 
-def parameters(**fields: bytes | int | OutputParams | FeedParams) -> ctypes.Structure:
+_Kind = type[int] | type[ctypes.Structure] | int
+"""What a field is: a number, a struct, or so many bytes."""
+_DRIVER_BYTES = 64
+"""Tensor maps align the C++ struct to 64 bytes, so the driver may read up to 64 bytes more."""
+
+
+def parameters(**fields: bytes | int | OutputParams | FeedParams) -> ctypes.Array[ctypes.c_char]:
     """Return a kernel's parameter struct, laid out as in C++.
 
     bytes           a tensor map, 128 bytes
     int, `*_ptr`    a pointer, 8 bytes
     another int     4 bytes
     """
-    layout = tuple((name, _c_type(name, value)) for name, value in fields.items())
-    values = {
-        name: layout_type.from_buffer_copy(value) if isinstance(value, bytes) else value
-        for (name, layout_type), value in zip(layout, fields.values(), strict=True)
-    }
-    return _struct(layout)(**values)
-
-
-def _c_type(name: str, value: bytes | int | OutputParams | FeedParams) -> Any:
-    if isinstance(value, bytes):
-        return ctypes.c_byte * len(value)
-    if isinstance(value, ctypes.Structure):
-        return type(value)
-    return ctypes.c_uint64 if name.endswith("_ptr") else ctypes.c_int32
+    values = fields.values()
+    kinds = tuple([len(value) if isinstance(value, bytes) else type(value) for value in values])
+    layout, block = _layout(tuple(fields), kinds)
+    memory = block()
+    layout.pack_into(
+        memory, 0, *[bytes(one) if isinstance(one, ctypes.Structure) else one for one in values]
+    )
+    return memory
 
 
 @cache
-def _struct(layout: tuple[tuple[str, Any], ...]) -> type[ctypes.Structure]:
-    # Tensor maps align the C++ struct to 64 bytes, so the driver may read up to 64 bytes more.
-    padded = (*layout, ("padding", ctypes.c_byte * 64))
-    return type("Parameters", (ctypes.Structure,), {"_fields_": padded})
+def _layout(
+    names: tuple[str, ...], kinds: tuple[_Kind, ...]
+) -> tuple[Struct, type[ctypes.Array[ctypes.c_char]]]:
+    """Return where the fields lie, and the type of memory for them."""
+    layout = Struct("@" + "".join(map(_format, names, kinds)))
+    return layout, ctypes.c_char * (layout.size + _DRIVER_BYTES)
+
+
+def _format(name: str, kind: _Kind) -> str:
+    """Return a field in the format of `struct`. Structs begin at multiples of 8 bytes."""
+    if isinstance(kind, int):
+        return f"{kind}s"
+    if issubclass(kind, ctypes.Structure):
+        return f"0Q{ctypes.sizeof(kind)}s"
+    return "Q" if name.endswith("_ptr") else "i"
