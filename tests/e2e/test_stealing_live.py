@@ -41,9 +41,10 @@ async def answers_with_a_late_slice(server: ServerProcess, slow: Path) -> list[s
         await asyncio.to_thread(wait_until, waiting, 60, "requests wait", 0.01)
 
     def taken() -> bool:
-        return asked.done() or recalled(server) >= REQUESTS // 8
+        runs = server.state()["slices"][1]["running"]
+        return asked.done() or min(runs, recalled(server)) >= REQUESTS // 8
 
-    await asyncio.to_thread(wait_until, taken, 60, "requests are taken over")
+    await asyncio.to_thread(wait_until, taken, 200, "requests are taken over")
     slow.unlink()
     return await asked
 
