@@ -1,5 +1,6 @@
-"""CI draws the same examples every time; everybody else new ones (a find becomes a test first).
-How long one takes is no fault of the code's where other processes have the cores.
+"""CI draws the same examples every time; elsewhere each run draws new ones (a find becomes a test
+first). The fast tests draw a third of all (example_counts.py). How long one takes is no fault of
+the code's where other processes have the cores.
 
 Triton's kernels run interpreted where there is no GPU. They are what that is decided for when they
 are imported, so it is decided here. So are torch's threads: one where tests run in several
@@ -15,6 +16,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from example_counts import examples
 from hypothesis import HealthCheck, settings
 
 _TESTS = Path(__file__).parent
@@ -24,6 +26,7 @@ sys.path.append(str(_TESTS.parent / "scripts" / "clients"))
 settings.register_profile(
     "tests",
     deadline=None,
+    max_examples=examples(100),
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[HealthCheck.too_slow],
 )

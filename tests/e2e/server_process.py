@@ -71,8 +71,8 @@ class ServerProcess:
         that ends by executing the one that is appended to it. `admin_key`: what the server's
         administrator is known by. `log`: beside `directory` if not given.
 
-        A busy machine is no fault: no request is refused for what it waits, and no worker is taken
-        for hung within a minute, unless `args` say otherwise."""
+        A busy machine is no fault: no request is refused for what it waits, no worker is taken for
+        hung within a minute, and a drain may take three, unless `args` say otherwise."""
         self._headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._wrapper = wrapper
         self._settled = settled
@@ -85,7 +85,8 @@ class ServerProcess:
         self._args = [
             "--catalog", str(catalog), "--port", str(self.port), "--slices", str(slices),
             "--pool-dir", str(directory), "--log-format", "json", "--gpu-slices", "none",
-            "--patience", "1000", "--burst", "1000", "--hang-timeout", "60", *args,
+            "--patience", "1000", "--burst", "1000", "--hang-timeout", "60",
+            "--drain-timeout", "200", *args,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | ForkedServer | None = None
 

@@ -199,7 +199,7 @@ def test_a_drain_outlives_the_loop(alone: Shared) -> None:
         bench.server.signal(signal.SIGTERM)
 
     assert during(bench.server.url, 8, strike, tokens=400) == undisturbed
-    assert bench.server.wait(60) == 0
+    assert bench.server.wait(200) == 0
     assert bench.logged("starts anew")
     assert bench.server.leftovers() == []
 

@@ -106,7 +106,7 @@ def test_sigterm_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
         texts, refused = asyncio.run(scenario())
         assert all(texts)
         assert refused == 503
-        assert server.wait(60) == 0
+        assert server.wait(200) == 0
         assert server.leftovers() == []
 
 

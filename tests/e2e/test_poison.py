@@ -19,7 +19,7 @@ from streams import all_streams
 FAULTS = Path(__file__).parent / "step_faults"
 MARK = 7
 """A token that no other prompt here has: that of "!"."""
-STREAMS = 20
+STREAMS = 10
 
 
 def ask(server: ServerProcess) -> tuple[int, str]:

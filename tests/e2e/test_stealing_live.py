@@ -26,8 +26,10 @@ def state_of(server: ServerProcess, index: int) -> str:
     return server.state()["slices"][index]["state"]
 
 
-async def answers_with_a_late_slice(server: ServerProcess) -> list[str]:
-    """The answers of a server whose second slice comes up when requests wait on the first one."""
+async def answers_with_a_late_slice(server: ServerProcess, slow: Path) -> list[str]:
+    """The answers of a server whose second slice comes up when requests wait on the first one. Its
+    steps are slow until some of them have been taken over."""
+    slow.touch()
     with paused([server.fork_server_pid()]):  # no worker takes the other's place meanwhile
         os.kill(server.state()["slices"][1]["pid"], signal.SIGKILL)
         await asyncio.to_thread(wait_until, lambda: state_of(server, 1) != "up", 60, "it is gone")
@@ -37,7 +39,18 @@ async def answers_with_a_late_slice(server: ServerProcess) -> list[str]:
             return server.state()["slices"][0]["waiting"] > 0
 
         await asyncio.to_thread(wait_until, waiting, 60, "requests wait", 0.01)
+
+    def taken() -> bool:
+        runs = server.state()["slices"][1]["running"]
+        return asked.done() or min(runs, recalled(server)) >= REQUESTS // 8
+
+    await asyncio.to_thread(wait_until, taken, 200, "requests are taken over")
+    slow.unlink()
     return await asked
+
+
+def recalled(server: ServerProcess) -> int:
+    return server.state()["counters"]["recalled_requests"]
 
 
 def served(server: ServerProcess) -> dict[str, int]:
@@ -53,9 +66,9 @@ def test_an_idle_slice_takes_requests_that_wait_for_memory_elsewhere(
     with recorded(*TIGHT, directory=tmp_path, slices=2) as (server, _):
         undisturbed = asyncio.run(answers(server.url))
         before = served(server)
-        (tmp_path / "faults" / "slow-20").touch()
-        assert asyncio.run(answers_with_a_late_slice(server)) == undisturbed
+        slow = tmp_path / "faults" / "slow-20"
+        assert asyncio.run(answers_with_a_late_slice(server, slow)) == undisturbed
         assert state_of(server, 1) == "up"
         assert served(server)["cpu1"] - before["cpu1"] >= REQUESTS // 8
-        assert server.state()["counters"]["recalled_requests"] >= REQUESTS // 8
+        assert recalled(server) >= REQUESTS // 8
         assert all(one["running"] == one["waiting"] == 0 for one in server.state()["slices"])

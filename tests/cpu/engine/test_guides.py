@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from example_counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lane import LateModel
@@ -63,7 +64,7 @@ def text_of(table: str, tokens: list[int]) -> str:
     return b"".join(raw[token] for token in tokens).decode()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_the_same_output_in_any_batch_and_with_overlapping_steps(
     models: dict[str, LateModel], table: str, data: st.DataObject

@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 
 import pytest
+from example_counts import examples
 from fake_load_copies import KV, ROW, TASK_BYTES, UNDER_WAY, FakeSlice
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -268,7 +269,7 @@ Turn = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.lists(Turn, max_size=60))
 def test_in_any_order_nothing_is_read_early_or_overwritten(
     turns: list[tuple[str, str, int]],
@@ -276,7 +277,7 @@ def test_in_any_order_nothing_is_read_early_or_overwritten(
     check_turns(FakeSlice(ARENA, ROWS), turns)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     st.lists(
         st.one_of(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from engine_reports import EngineReports
+from example_counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lane import GREEDY, LateModel
@@ -42,7 +43,9 @@ def alone(models: dict[str, LateModel], one: Job) -> tuple[list[int], FinishReas
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_everyone_gets_the_text_of_an_idle_slice_without_overlap(

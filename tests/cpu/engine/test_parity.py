@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -117,7 +118,7 @@ def test_random_models(model: tuple[str, dict[str, Any]], cuts: list[int]) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(fields(), st.lists(st.integers(1, 69), max_size=4))
 def test_many_random_models(model: tuple[str, dict[str, Any]], cuts: list[int]) -> None:
     check_random_model(model, cuts)

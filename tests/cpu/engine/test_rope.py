@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -70,7 +71,7 @@ def test_llama3(theta: float, factor: float, low: float, high: float, original: 
     assert_same(config_dict(rope), 200)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     THETA, FACTOR, st.integers(32, 4096),
     st.fixed_dictionaries(

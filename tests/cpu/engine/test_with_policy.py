@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+from example_counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lane import LateModel
@@ -16,7 +17,9 @@ __all__ = ["models"]
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_everyone_gets_the_text_of_an_idle_slice(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levels import EVERY_LEVEL, RUNNABLE, as_seen
@@ -22,7 +23,7 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     m=st.integers(1, 70),
     n=st.integers(1, 80),

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levels import EVERY_LEVEL, as_seen, rounds
@@ -56,7 +57,7 @@ def test_linear_refuses_shapes_that_do_not_fit(ops: CpuOps) -> None:
         ops.linear(noise(2, 8), noise(4, 9))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(m=st.integers(1, 70), n=st.integers(1, 90), k=st.integers(1, 300), data=st.data())
 def test_a_row_of_linear_does_not_depend_on_its_batch(
     m: int, n: int, k: int, data: st.DataObject
@@ -174,7 +175,7 @@ def test_attention(
         close(got[s], want[s], tolerance)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data(), threads=st.integers(1, 2), window=st.sampled_from([0, 9]))
 def test_attention_does_not_depend_on_chunking_or_batch(
     data: st.DataObject, threads: int, window: int

@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -102,7 +103,7 @@ TILES = st.builds(
 
 
 @pytest.mark.parametrize("dataflow", NAMES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     m=st.integers(1, 700),
     n=st.integers(1, 600),
@@ -131,7 +132,7 @@ def test_every_dataflow_over_odd_shapes(
 
 
 @pytest.mark.parametrize("dataflow", ["asym", "hybrid"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     m=st.integers(1, 300),
     n=st.integers(1, 400),
@@ -268,7 +269,7 @@ def assert_grouped(counts: Sequence[int], n: int, k: int, dtype: torch.dtype, t:
     return got.traffic
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), bx=st.sampled_from([8, 16, 64]), cluster=st.sampled_from([1, 2, 4]))
 def test_grouped_around_tile_borders(data: st.DataObject, bx: int, cluster: int) -> None:
     near = {0, 1, bx - 1, bx, bx + 1, bx * cluster - 1, bx * cluster, bx * cluster + 1}

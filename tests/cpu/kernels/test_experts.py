@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,7 +23,7 @@ def by_hand(x: Tensor, logits: Tensor, w: Tensor, top_k: int, *, renormalize: bo
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     tokens=st.integers(1, 40), experts=st.integers(1, 33), top_k=st.integers(1, 8),
     renormalize=st.booleans(), seed=st.integers(0, 999), lopsided=st.booleans(),

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levels import EVERY_LEVEL, RUNNABLE
@@ -26,7 +27,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     m=st.integers(1, 150),
     n=st.integers(1, 60),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levels import EVERY_LEVEL
@@ -36,7 +37,7 @@ def kept(logits: torch.Tensor, temperature: float, k: int, top_p: float, min_p: 
     return set(p.nonzero()[:, 0].tolist())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     spread=st.sampled_from([0.01, 1.0, 4.0]),
@@ -85,7 +86,7 @@ def test_uniform_draws_over_the_whole_vocabulary(ops: CpuOps) -> None:
     assert chi2 < 99 + 5 * math.sqrt(2 * 99)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 30), max_size=20),
     output=st.lists(st.integers(0, 30), max_size=20),

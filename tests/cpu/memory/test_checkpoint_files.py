@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Model, layered, raw_file, write_file, write_sharded
+from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -135,14 +136,14 @@ def read_or_refuse(header: bytes, data: bytes) -> None:
                 ends = source.offset + source.bytes
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(header=st.dictionaries(st.text(max_size=4), ALMOST | JSON, max_size=4))
 @example(header={"__metadata__": {"a": 1}})
 def test_structured_noise_never_escapes_as_another_error(header: dict[str, Any]) -> None:
     read_or_refuse(json.dumps(header).encode(), bytes(64))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_damaged_bytes_never_escape_as_another_error(data: st.DataObject) -> None:
     good = json.dumps({"a": tensor(0, 24, [2, 3]), "b": tensor(24, 32, [2])}).encode()

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from checkpoints import Model, Stored, layered, random_tensor, write_file, write_sharded
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from readers import GatedReader, ThrottledReader, eventually
@@ -72,7 +73,7 @@ def models(draw: st.DrawFn) -> Model:
     return model
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(model=models(), shards=st.integers(1, 3), chunk=st.sampled_from([16, 64, 8 << 20]))
 def test_any_plan_over_any_checkpoint(model: Model, shards: int, chunk: int) -> None:
     with TemporaryDirectory() as name, patch.object(loader_module, "_CHUNK_BYTES", chunk):

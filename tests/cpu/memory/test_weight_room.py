@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ Moves = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(Moves, st.lists(st.integers(1, 40), min_size=10, max_size=10))
 def test_places_never_overlap_each_other_nor_kv(
     moves: list[tuple[str, int, int]], rows: list[int]

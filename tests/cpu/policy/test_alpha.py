@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,7 +46,7 @@ contentions = st.lists(st.floats(1.0, 7.0), min_size=1, max_size=5)
 budgets = st.sampled_from([0.0, 0.1, 1.0, 100.0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(plants, contentions, budgets)
 def test_converges_after_every_step_of_contention(
     plant: Plant, steps: list[float], budget_s: float
@@ -61,7 +62,7 @@ def test_converges_after_every_step_of_contention(
         assert took_s <= plant.best_s(contention) / (1 - AlphaSettings().tau) * 1.02
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(plants, contentions, budgets)
 def test_turns_get_rare_and_small(plant: Plant, steps: list[float], budget_s: float) -> None:
     """After a step of contention alpha goes one way, then swings with halving amplitude."""

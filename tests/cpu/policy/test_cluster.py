@@ -1,11 +1,12 @@
 from cluster_cases import random_world
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 # ---- properties ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.integers(0, 10**6))
 def test_every_request_ends_exactly_once(seed: int) -> None:
     world = random_world(seed)

@@ -4,6 +4,7 @@ who would not be in time elsewhere."""
 from dataclasses import replace
 from random import Random
 
+from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def carry_out(
     return load.slice.id, placement.preempt or ""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 10**9), st.booleans())
 @example(4194305, True)  # a pace that changes with who leaves
 def test_who_is_placed_has_memory_and_time(seed: int, consolidate: bool) -> None:

@@ -4,6 +4,7 @@ from itertools import groupby
 from random import Random
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_world import STREAM_STEPS, SliceTestWorld
@@ -127,7 +128,7 @@ class KeptWorld(SliceTestWorld):
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 10**9), host_slabs=st.sampled_from((0, 4, 1 << 10)))
 def test_all_requests_end_whatever_is_refused(lanes: int, seed: int, host_slabs: int) -> None:
     """With host memory KV rotates, and there may be more of it than the arena holds."""

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 from controller_hand import Hand, dispatched
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,7 +117,7 @@ def test_a_model_that_kv_displaced_is_loaded_again() -> None:
     slice_.memory.refused("a")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 10**9))
 def test_kv_never_grows_beyond_the_line_of_weights(seed: int) -> None:
     """Weights lie at the end of the arena; no KV is there that was not there before them."""

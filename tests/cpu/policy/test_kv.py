@@ -2,6 +2,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -199,7 +200,7 @@ def test_a_removed_model_leaves_nothing() -> None:
     assert len(take(kv, "b", 1)) == len(held) == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 10**6))
 def test_room_that_is_promised_is_there_and_nothing_is_owned_twice(seed: int) -> None:
     random = Random(seed)

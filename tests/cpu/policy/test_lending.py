@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +63,7 @@ ACTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(ACTS, st.integers(1, 12))
 def test_books_agree_with_what_was_said(acts: list[tuple[str, str]], budget: int) -> None:
     policy, there = Lending(budget), dict[Hashable, int]()

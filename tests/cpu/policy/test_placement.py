@@ -5,6 +5,7 @@ from functools import partial
 from random import Random
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def demands(load: SliceLoad) -> int:
     return sum(link_demand(one.spec.weight_bytes, one.tpot_s) for one in load.busy() if one.streams)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 10**9))
 def test_whoever_is_placed_fits_and_nobody_with_requests_leaves(seed: int) -> None:
     random = Random(seed)

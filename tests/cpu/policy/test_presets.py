@@ -6,6 +6,7 @@ from random import Random
 import pytest
 from cluster_cases import request
 from cluster_world import ClusterTestWorld
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,7 +93,7 @@ def world_of(seed: int, preset: Preset, hbm_bytes: int = 80 << 20) -> PresetWorl
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_every_request_ends_exactly_once(name: str, seed: int) -> None:
     world = world_of(seed, PRESETS[name])
@@ -109,7 +110,7 @@ def test_every_request_ends_exactly_once(name: str, seed: int) -> None:
             assert load.memory.budget_bytes == used
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 10**6))
 def test_limits_keep_slices_to_one_model_and_gpus_only(seed: int) -> None:
     world = world_of(seed, PRESETS["serverlessllm"])

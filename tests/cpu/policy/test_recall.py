@@ -1,6 +1,7 @@
 """A slice gives back the requests that it is asked for, unless they have begun."""
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_cases import request, requests, world_of
@@ -10,7 +11,7 @@ from c2cserve.core.actions import Return
 from c2cserve.core.events import RecallAsked, Submitted, Withdrawn
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     requests, st.integers(0, 1000), st.integers(4, 24), st.sampled_from([1, 2]),
     st.sampled_from([0.0, 0.3]), st.data(),

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ USES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(USES, st.integers(1, 60), st.data())
 def test_books_agree_with_what_was_said(
     uses: list[tuple[str, int, float]], budget: int, data: st.DataObject
@@ -71,7 +72,7 @@ def test_the_cache_follows_the_traffic() -> None:
     assert (policy.resident_bytes("old"), policy.resident_bytes("new")) == (0, 100)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_nothing_goes_for_a_model_that_is_not_clearly_worth_more(a: int, b: int) -> None:
     policy = Residency(100)

@@ -1,5 +1,6 @@
 """Any requests on a slice of any size: each ends once, and all memory comes back."""
 
+from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slice_cases import SLOS, requests, world_of
@@ -16,7 +17,7 @@ OVERLAPPED_PREFILL = [
 prefix waits. It may read the prompt's blocks only after both steps."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @example(OVERLAPPED_PREFILL, 857, 2, 2, 0.3, 0.0)
 @given(
     requests, st.integers(0, 1000), st.integers(2, 24), st.sampled_from([1, 2]),
@@ -39,7 +40,7 @@ OUTGROWS_THE_ARENA = [
 """It is paused when its next token has no room anywhere."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @example(FILLS_THE_ARENA, 0, 3, 1, 0.0, 0.0, 1)
 @example(OUTGROWS_THE_ARENA, 0, 3, 1, 0.0, 0.0, 20)
 @given(
@@ -66,7 +67,7 @@ def ends_and_gives_all_memory_back(world: SliceTestWorld) -> None:
     assert not any(arena._busy)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(requests, st.integers(0, 1000), st.integers(2, 24))
 def test_decisions_repeat_exactly(drawn: list, seed: int, slabs: int) -> None:
     worlds = [world_of(drawn, seed, slabs, 2, 0.3, 0.0) for _ in range(2)]

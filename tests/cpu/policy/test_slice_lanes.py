@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_cases import request, requests, small_slice, spec, world_of
@@ -167,7 +168,7 @@ def test_only_gpu_slices_have_two_lanes(kind: str, gpu: GpuShare | None) -> None
         replace(small_slice(), kind=kind, gpu=gpu, lanes=2 if gpu is None else 3)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     requests, st.integers(0, 1000), st.integers(2, 24), st.sampled_from([0.0, 0.3]),
     st.sampled_from([0.0, 0.05]), st.sampled_from([0, 8, 1000]),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_cases import request, small_slice, spec, world_of
@@ -48,7 +49,7 @@ def test_a_flood_slows_another_tenant_at_most_by_half_of_the_slice(model: str) -
     assert beside[2] <= 1.7 * alone[2] + 0.07, "and the step that was under way"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(drawn_requests, st.integers(0, 100), st.integers(2, 24), st.lists(st.sampled_from("AAAB")))
 def test_tenants_change_nothing_about_every_request_ending_once(
     drawn: list, seed: int, slabs: int, tenants: list[str]
@@ -65,7 +66,7 @@ def test_tenants_change_nothing_about_every_request_ending_once(
     assert world.policy.running == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(drawn_requests, st.integers(0, 100), st.integers(2, 24))
 def test_one_tenant_by_any_name_is_served_as_without_names(
     drawn: list, seed: int, slabs: int

@@ -7,6 +7,7 @@ import pytest
 from cluster_cases import request, slice_, spec
 from cluster_world import ClusterTestWorld, Live
 from controller_hand import Hand, dispatched
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +65,7 @@ class QueueingWorld(ClusterTestWorld):
         return happens
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     seed=st.integers(0, 10**6), slices=st.integers(1, 4), requests=st.integers(1, 100),
     kills=st.integers(0, 2),

@@ -6,6 +6,7 @@ from cluster_cases import slice_
 from cluster_cases import spec as model_of
 from controller_hand import Hand as Controller
 from controller_hand import dispatched, rejects
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_cases import request, requests, spec, world_of
@@ -44,7 +45,7 @@ from c2cserve.core.step import Step
 # ---- a slice ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     requests, st.integers(0, 1000), st.integers(4, 24), st.sampled_from([1, 2]),
     st.sampled_from([0.0, 0.3]), st.sampled_from([0.02, 0.2]),
@@ -62,7 +63,7 @@ def test_any_faults_lose_no_token_and_no_memory(
         assert job.ended != "returned" or world.given_up
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     requests, st.integers(0, 1000), st.sampled_from([1, 2]), st.sampled_from([0.0, 0.3]), st.data()
 )

@@ -8,6 +8,7 @@ import pytest
 from cluster_cases import request, slice_, spec
 from cluster_world import ClusterTestWorld, Live
 from controller_hand import Hand, dispatched, rejects
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,7 +106,7 @@ def settled(world: PoisonWorld) -> None:
     assert all(load.requests == 0 for load in policy._slices.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 10**6), innocents=st.integers(0, 80))
 def test_one_poisonous_request_is_found_after_few_deaths(seed: int, innocents: int) -> None:
     world = poisoned(seed, innocents, 1)
@@ -114,7 +115,7 @@ def test_one_poisonous_request_is_found_after_few_deaths(seed: int, innocents: i
     assert 4 <= world.deaths <= 4 + ceil(log2(world.most))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     seed=st.integers(0, 10**6), innocents=st.integers(0, 60), poisons=st.integers(2, 5),
     kills=st.integers(0, 1),
@@ -130,7 +131,7 @@ def test_several_are_found_while_an_operator_kills_a_worker(
     assert world.deaths <= poisons * (5 + ceil(log2(world.most)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 10**6), requests=st.integers(1, 60), kills=st.integers(1, 3))
 def test_kills_from_outside_refuse_nothing(seed: int, requests: int, kills: int) -> None:
     world = poisoned(seed, requests, 0)
@@ -140,7 +141,7 @@ def test_kills_from_outside_refuse_nothing(seed: int, requests: int, kills: int)
     settled(world)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_kills_between_which_requests_get_on_refuse_nothing(seed: int) -> None:
     """However many there are. Each request is the only one of its slice."""

@@ -3,6 +3,7 @@
 from random import Random
 from typing import Any
 
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +66,7 @@ class World:
         self.swapping.fetched(name, took_s)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 10**9))
 def test_weights_and_kv_never_take_more_than_there_is(seed: int) -> None:
     random = Random(seed)

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from example_counts import examples
 from fake_gateway import Play
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -399,7 +400,9 @@ FIELDS = st.sampled_from(
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     api=st.sampled_from(list(PATHS)),
@@ -418,7 +421,9 @@ def test_no_body_breaks_the_server(
 
 
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(body=st.binary(max_size=80) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_no_bytes_break_the_server(served: Served, body: bytes) -> None:

@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +80,7 @@ worlds = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     worlds, st.sampled_from([C2CSERVE, SUPERINFER]), st.sampled_from([0.003, 0.006, 0.02]),
     st.sampled_from([10, 300, 10**5]), st.sampled_from([0, 200, 5000]), st.integers(1, 16),

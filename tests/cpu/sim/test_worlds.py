@@ -1,6 +1,7 @@
 """Whatever happens, invariants hold: they are asserted by the world itself at every step."""
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import check_end, world
@@ -26,7 +27,7 @@ def test_random_worlds_keep_their_invariants(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @given(st.integers(0, 10**9))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 def test_a_thousand_random_worlds_keep_their_invariants(seed: int) -> None:
     simulation = world(seed)
     simulation.run()
