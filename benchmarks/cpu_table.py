@@ -1,9 +1,12 @@
-"""The results of cpu_kernels.py as tables: python benchmarks/cpu_table.py FILE..."""
+"""The results of cpu_kernels.py as tables, and how several of them scale with threads:
+
+python benchmarks/cpu_table.py FILE..."""
 
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 GEMM = ("level", "model", "matrix", "m", "gflop_per_s", "times_torch", "times_prepacked")
@@ -43,9 +46,34 @@ def verdict(few_rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{way}: at least {least[way]:.2f} of the reading speed, {bits}"
 
 
+def scaling(wholes: list[dict[str, Any]]) -> Iterator[str]:
+    """Speeds of runs with more threads over those with the fewest, as a share of linear: the least
+    and the median of all products, and of decoding as a share of what reading gained."""
+    runs = sorted(wholes, key=lambda whole: whole["parameters"]["threads"])
+    few = runs[0]
+    for many in runs[1:]:
+        threads = [run["parameters"]["threads"] for run in (few, many)]
+        times = threads[1] / threads[0]
+        for section, speed, key in (
+            ("gemm", "gflop_per_s", ("level", "model", "matrix", "m")),
+            ("decode", "weights_gb_per_s", ("level", "model", "m")),
+            ("decode", "read_gb_per_s", ("level", "model", "m")),
+        ):
+            before = {tuple(r[k] for k in key): r[speed] for r in few["results"].get(section, [])}
+            gains: dict[str, list[float]] = {}
+            for r in many["results"].get(section, []):
+                if (name := tuple(r[k] for k in key)) in before:
+                    gains.setdefault(r["level"], []).append(r[speed] / before[name] / times)
+            for level, shares in gains.items():
+                yield (
+                    f"{level}, {threads[1]} threads for {threads[0]}, {section} {speed}: "
+                    f"{min(shares):.2f} of linear at least, {median(shares):.2f} median"
+                )
+
+
 def main() -> None:
-    for name in sys.argv[1:]:
-        whole = json.loads(Path(name).read_text())
+    wholes = {name: json.loads(Path(name).read_text()) for name in sys.argv[1:]}
+    for name, whole in wholes.items():
         machine = whole["machine"]
         print(
             f"\n{name}: {machine['cpu']}, {whole['parameters']}, load {machine['load_before']:.1f}"
@@ -55,6 +83,7 @@ def main() -> None:
                 print(f"\n{section}\n{table(records, columns)}")
         for line in verdict(whole["results"].get("few_rows", [])):
             print(line)
+    print(*scaling(list(wholes.values())), sep="\n")
 
 
 if __name__ == "__main__":

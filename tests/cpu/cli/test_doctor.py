@@ -165,3 +165,4 @@ def test_slices_and_why() -> None:
     slices, findings = checks.check_slices(MACHINE)
     assert [one.id for one in slices] == ["cpu0", "cpu1"]
     assert only(findings).level is Level.OK
+    assert "serve --slices 1 gives it 2" in only(findings).text, "what one user should choose"

@@ -26,12 +26,16 @@ enum class FewRows : int {
   tiles_near = 3,   // announced within the row only
   tiles_plain = 4,  // not announced
   tiles_wide = 5,   // 32 outputs at a time, announced
+  tiles_long = 6,   // 16 outputs, announced by segments of 4 KiB of each row
+  copied = 7,       // 16 outputs on tiles, read from a copy of each segment
+  copied_long = 8,  // the same, by segments of 4 KiB of each row
 };
 
 namespace tile_linear {
 
 constexpr FewRows kFewRows = FewRows::tiles;
 constexpr int64_t kSegmentSteps = 16;  // of 64 bytes of a row
+constexpr int64_t kLongSteps = 64;     // the same of the ways with long segments
 constexpr int64_t kNearBytes = 512;    // how far a row's reads are announced to the first level
 
 // What is announced: nothing, what comes soon in the same rows, or the next segment, too.
@@ -44,17 +48,31 @@ struct InPlace {
   const uint8_t* after;
 };
 
+// The segments of a strip, of equal lengths but for rounding. The last one is followed by the first
+// of the strip after it, which has as many steps.
+struct Segments {
+  const InPlace& w;
+  int64_t count;
+
+  Segments(const InPlace& strip, int64_t steps_max)
+      : w(strip), count((strip.steps + steps_max - 1) / steps_max) {}
+  int64_t begin(int64_t segment) const { return w.steps * segment / count; }
+  const uint8_t* next(int64_t segment) const {
+    return segment + 1 == count ? w.after : w.at + begin(segment + 1) * tiles::kLine;
+  }
+  int64_t next_steps(int64_t segment) const {
+    return segment + 1 == count ? begin(1) : begin(segment + 2) - begin(segment + 1);
+  }
+};
+
 // All of a strip through `unit`, which multiplies Unit::kRows rows of w at a time.
-template <Ahead A, typename Unit>
+template <Ahead A, int64_t kSteps, typename Unit>
 inline void walk_in_place(Unit& unit, const InPlace& w) {
-  const int64_t segments = (w.steps + kSegmentSteps - 1) / kSegmentSteps;
-  const auto cut = [&](int64_t segment) { return w.steps * segment / segments; };
-  for (int64_t s = 0; s < segments; ++s) {
-    const int64_t end = cut(s + 1);
-    const bool last = s + 1 == segments;
-    const uint8_t* next = last ? w.after : w.at + end * tiles::kLine;
-    Announcer upcoming(next, w.row_bytes, Unit::kRows, last ? cut(1) : cut(s + 2) - end);
-    for (int64_t k = cut(s); k < end; ++k) {
+  const Segments cuts(w, kSteps);
+  for (int64_t s = 0; s < cuts.count; ++s) {
+    const int64_t end = cuts.begin(s + 1);
+    Announcer upcoming(cuts.next(s), w.row_bytes, Unit::kRows, cuts.next_steps(s));
+    for (int64_t k = cuts.begin(s); k < end; ++k) {
       const uint8_t* at = w.at + k * tiles::kLine;
       if (A == Ahead::segment) upcoming.announce(Unit::kRows);
       if (A != Ahead::nothing)
@@ -63,6 +81,64 @@ inline void walk_in_place(Unit& unit, const InPlace& w) {
     }
     if (A == Ahead::segment) upcoming.announce(upcoming.left());
   }
+}
+
+// Lines of 16 rows of w that are copied little by little, row by row: reads of memory in sequence,
+// which the processor's own prefetching follows. Announcing a line takes one of the few buffers in
+// which a core waits for memory; that prefetching has more of them. The copy is made of whole tiles.
+class Copier {
+ public:
+  Copier(const uint8_t* at, int64_t row_bytes, int64_t lines, uint8_t* out)
+      : at_(at), row_bytes_(row_bytes), lines_(lines), out_(out), row_(at ? 0 : kTile) {}
+
+  void copy(int64_t count) {
+    for (; count > 0 && row_ < kTile; --count) {
+      std::memcpy(out_ + line_ * tiles::kBytes + row_ * tiles::kLine, at_ + line_ * tiles::kLine,
+                  tiles::kLine);
+      if (++line_ < lines_) continue;
+      line_ = 0;
+      at_ += row_bytes_;
+      ++row_;
+    }
+  }
+  int64_t left() const { return (kTile - row_) * lines_ - line_; }
+
+ private:
+  const uint8_t* at_;
+  int64_t row_bytes_, lines_;
+  uint8_t* out_;
+  int64_t row_, line_ = 0;
+};
+
+// Room for the copies of a segment and of the next one, which change places.
+struct Copies {
+  uint8_t* now;
+  uint8_t* next;
+  bool filled;  // `now` holds the first segment of the strip
+
+  Copies(Buffers& buffers, int64_t steps) : filled(false) {
+    now = reinterpret_cast<uint8_t*>(buffers.copy.room(2 * steps * tiles::kBytes / 4));
+    next = now + steps * tiles::kBytes;
+  }
+};
+
+// All of a strip of 16 outputs through `unit`: a segment is copied while the one before is
+// multiplied.
+template <int64_t kSteps, typename Unit>
+inline void walk_copied(Unit& unit, const InPlace& w, Copies& copies) {
+  const Segments cuts(w, kSteps);
+  if (!copies.filled) Copier(w.at, w.row_bytes, cuts.begin(1), copies.now).copy(kTile * kSteps);
+  for (int64_t s = 0; s < cuts.count; ++s) {
+    const int64_t steps = cuts.begin(s + 1) - cuts.begin(s);
+    Copier upcoming(cuts.next(s), w.row_bytes, cuts.next_steps(s), copies.next);
+    for (int64_t k = 0; k < steps; ++k) {
+      upcoming.copy(kTile);
+      unit.step(copies.now + k * tiles::kBytes, tiles::kLine);
+    }
+    upcoming.copy(upcoming.left());
+    std::swap(copies.now, copies.next);
+  }
+  copies.filled = w.after != nullptr;
 }
 
 // A strip of NA x 16 outputs for NB x 16 rows of x.
@@ -87,7 +163,7 @@ class TileUnit {
 };
 
 // Outputs [n, n1) by whole strips of NA tiles; returns where they end.
-template <int NA, int NB, Ahead A = Ahead::segment>
+template <int NA, int NB, Ahead A = Ahead::segment, int64_t kSteps = kSegmentSteps>
 int64_t strips_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
                         Buffers& buffers) {
   constexpr int64_t kOutputs = NA * kTile;
@@ -96,9 +172,27 @@ int64_t strips_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t
     const auto* w = static_cast<const uint8_t*>(a.w) + n * row_bytes;
     const bool more = n + 2 * kOutputs <= n1;
     TileUnit<NA, NB> unit(x);
-    walk_in_place<A>(unit, {w, row_bytes, x.steps, more ? w + kOutputs * row_bytes : nullptr});
+    walk_in_place<A, kSteps>(unit, {w, row_bytes, x.steps, more ? w + kOutputs * row_bytes : nullptr});
     unit.end(buffers.sums);
     write_strip<NA, NB>(a, Strip(a, n, n + kOutputs), buffers.sums, 0);
+  }
+  return n;
+}
+
+// The same by copies, for up to 16 rows of x.
+template <int64_t kSteps>
+int64_t strips_copied(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
+                      Buffers& buffers) {
+  const int64_t row_bytes = a.w_stride * int64_t(sizeof(bf16));
+  Copies copies(buffers, kSteps);
+  for (; n + kTile <= n1; n += kTile) {
+    const auto* w = static_cast<const uint8_t*>(a.w) + n * row_bytes;
+    const bool more = n + 2 * kTile <= n1;
+    TileUnit<1, 1> unit(x);
+    walk_copied<kSteps>(unit, {w, row_bytes, x.steps, more ? w + kTile * row_bytes : nullptr},
+                        copies);
+    unit.end(buffers.sums);
+    write_strip<1, 1>(a, Strip(a, n, n + kTile), buffers.sums, 0);
   }
   return n;
 }
@@ -110,11 +204,23 @@ inline int64_t tiles_in_place(const LinearArgs& a, const TiledX& x, int64_t n, i
     n = strips_in_place<2, 2>(a, x, n, n1, buffers);
     return strips_in_place<1, 2>(a, x, n, n1, buffers);
   }
-  if (way == FewRows::tiles_wide) n = strips_in_place<2, 1>(a, x, n, n1, buffers);
-  if (way == FewRows::tiles_near) return strips_in_place<1, 1, Ahead::near>(a, x, n, n1, buffers);
-  if (way == FewRows::tiles_plain)
-    return strips_in_place<1, 1, Ahead::nothing>(a, x, n, n1, buffers);
-  return strips_in_place<1, 1>(a, x, n, n1, buffers);
+  switch (way) {
+    case FewRows::tiles_near:
+      return strips_in_place<1, 1, Ahead::near>(a, x, n, n1, buffers);
+    case FewRows::tiles_plain:
+      return strips_in_place<1, 1, Ahead::nothing>(a, x, n, n1, buffers);
+    case FewRows::tiles_long:
+      return strips_in_place<1, 1, Ahead::segment, kLongSteps>(a, x, n, n1, buffers);
+    case FewRows::copied:
+      return strips_copied<kSegmentSteps>(a, x, n, n1, buffers);
+    case FewRows::copied_long:
+      return strips_copied<kLongSteps>(a, x, n, n1, buffers);
+    case FewRows::tiles_wide:
+      n = strips_in_place<2, 1>(a, x, n, n1, buffers);
+      [[fallthrough]];
+    default:
+      return strips_in_place<1, 1>(a, x, n, n1, buffers);
+  }
 }
 
 // ---- vectors ----------------------------------------------------------------------------------
@@ -124,7 +230,7 @@ template <int R>
 [[gnu::noinline]] void vector_sums(const InPlace& w, const float* x, float* sums) {
   const FlushSubnormals session;
   VectorUnit<R> unit(x);
-  walk_in_place<Ahead::segment>(unit, w);
+  walk_in_place<Ahead::segment, kSegmentSteps>(unit, w);
   unit.end(sums);
 }
 
