@@ -241,6 +241,17 @@ def test_a_draining_node_gets_nothing_new() -> None:
     assert there.sent["b"] != [home]
 
 
+def test_requests_wait_while_all_nodes_drain_until_one_is_back() -> None:
+    there = world(nodes=2)
+    for name in there.nodes:
+        there.tell(fleet.NodeReport(name, draining=True))
+    there.arrive("r", "m0")
+    assert not there.sent
+    assert not there.refused
+    there.tell(fleet.NodeReport("n1"))
+    assert there.sent == {"r": ["n1"]}
+
+
 def test_a_recorded_stream_replays_to_the_same_actions() -> None:
     there = world(models=12, pool=2 * GB)
     there.random.seed(3)
