@@ -143,7 +143,7 @@ def throughput(front: Front, rounds: int, folder: Path) -> dict[str, Any]:
             for i in range(3)
         ]  # fmt: skip
         for number in range(rounds + 1):
-            rate, slices = asyncio.run(closed_loop([front.url], [0] * 240, 24, _TOKENS))
+            rate, slices = asyncio.run(closed_loop([front.url], [0] * 120, 24, _TOKENS))
             nodes = sorted({one["id"] for one in front.state()["slices"]})
             split = [nodes.index(one) for one in slices]
             alone, _ = asyncio.run(closed_loop(urls, split, 24, _TOKENS))
@@ -153,7 +153,7 @@ def throughput(front: Front, rounds: int, folder: Path) -> dict[str, Any]:
                 splits.append([split.count(i) for i in range(3)])
     ratios = [a / b for a, b in zip(found["front"], found["servers"], strict=True)]
     return {
-        "requests": 240, "at_once": 24, "tokens": _TOKENS, "splits": splits,
+        "requests": 120, "at_once": 24, "tokens": _TOKENS, "splits": splits,
         "tokens_per_s": found, "front_of_servers": ratios, "median": median(ratios),
     }  # fmt: skip
 
@@ -317,7 +317,7 @@ def on_ray(parts: list[str], runs: int, kinds: list[str] | None) -> dict[str, An
             if "latency" in parts:
                 found["latency"] = latency(front, 2 * runs, folder / "alone")
             if "throughput" in parts:
-                found["throughput"] = throughput(front, runs, folder)
+                found["throughput"] = throughput(front, max(1, runs // 5), folder)
             if "faults" in parts:
                 found["faults"] = faults(machines, front, runs, kinds)
     return found

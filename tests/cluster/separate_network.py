@@ -69,10 +69,14 @@ class SeparateNetwork:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._remove()
+
+    def kill(self) -> None:
+        """Kill all that runs in the namespace."""
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._remove()
 
     def _remove(self) -> None:
         for one in (self._name, self._router):

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray_cluster import Front, Machines, kill_group
+from ray_cluster import Front, Machines, kill_group, patiently
 from separate_network import NoNamespaces, SeparateNetwork
 from server_process import wait_until
 from streams import all_streams
@@ -48,8 +48,14 @@ def start_machine(network: SeparateNetwork, address: str) -> None:
         ray, "start", f"--address={address}", f"--node-ip-address={network.HOST}",
         "--num-cpus=1", f"--object-store-memory={80 << 20}",
     )  # fmt: skip
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def start() -> None:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+        if done.returncode:
+            network.kill()
+            raise RuntimeError(done.stdout + done.stderr)
+
+    patiently(start)
 
 
 def described(machines: Machines, name: str) -> AgentState:

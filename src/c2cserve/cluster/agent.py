@@ -124,9 +124,12 @@ class Agent:
         ))  # fmt: skip
 
     def drain(self) -> None:
-        """Finish the node's requests and end it. `resume` starts it again."""
+        """Finish the node's requests and end it. `resume` starts it again.
+
+        A second signal would cut the node's requests, so a node that drains gets none."""
         self._wanted = False
-        if self._process is not None and self._process.poll() is None:
+        running = self._process is not None and self._process.poll() is None
+        if self._process is not None and running and self._state != "draining":
             self._state = "draining"
             self._process.send_signal(signal.SIGTERM)
 

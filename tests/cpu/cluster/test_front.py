@@ -239,6 +239,18 @@ async def test_a_node_without_the_model_is_told_who_has_it() -> None:
         assert not first.weights.sources
 
 
+async def test_a_model_of_this_front_alone_does_not_exist() -> None:
+    """Another front started the nodes, with another catalogue."""
+    async with PlayedFront(*nodes(2)) as front:
+        for node in front.nodes:
+            del node.engine.catalogue["b"]
+        with pytest.raises(Refused) as refused:
+            await front.run(front.job("b"))
+        assert refused.value.status == 404
+        job = front.job("a")
+        assert await front.run(job) == answer(job.tokens, 40)
+
+
 async def test_counters_of_lost_nodes_stay_in_the_sum() -> None:
     async with PlayedFront(*nodes(3)) as front:
         await front.until(lambda: counters(front).get("steps") == 3.0)

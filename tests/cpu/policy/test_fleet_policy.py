@@ -241,6 +241,29 @@ def test_a_draining_node_gets_nothing_new() -> None:
     assert there.sent["b"] != [home]
 
 
+def test_the_one_node_that_is_open_is_found_among_many() -> None:
+    there = world(nodes=200)
+    there.tell(*(fleet.NodeReport(name, draining=name != "n77") for name in there.nodes))
+    for model in there.models:
+        there.arrive(f"r-{model}", model)
+        assert there.sent[f"r-{model}"] == ["n77"]
+    there.lose("n77")
+    there.up("n300", 4 * GB)
+    there.arrive("last", "m0")
+    assert there.sent["last"] == ["n300"]
+
+
+def test_requests_wait_while_all_nodes_drain_until_one_is_back() -> None:
+    there = world(nodes=2)
+    for name in there.nodes:
+        there.tell(fleet.NodeReport(name, draining=True))
+    there.arrive("r", "m0")
+    assert not there.sent
+    assert not there.refused
+    there.tell(fleet.NodeReport("n1"))
+    assert there.sent == {"r": ["n1"]}
+
+
 def test_a_recorded_stream_replays_to_the_same_actions() -> None:
     there = world(models=12, pool=2 * GB)
     there.random.seed(3)

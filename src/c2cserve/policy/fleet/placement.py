@@ -1,8 +1,11 @@
 """Which node a request goes to, and which node a model goes to."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from heapq import nsmallest
+from itertools import chain, islice
+from zlib import crc32
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Request
@@ -12,8 +15,14 @@ from c2cserve.policy.fleet.pools import Pools
 
 _EQUAL_S = 0.01
 """Costs that differ by less are equal."""
+_SEARCHED_MAX = 64
+"""Nodes that are looked at for a new model. The best of 64 is among the best few of any fleet."""
 _COMPARED_MAX = 16
 """Nodes whose pools are looked at for a new model: those that are cheapest beside that."""
+
+
+def _id_of(book: NodeBook) -> str:
+    return book.node.id
 
 
 @value
@@ -55,6 +64,19 @@ class FleetPlacement:
     nodes: dict[str, NodeBook]
     prefixes: CachedPrefixes
     pools: Pools
+    _order: list[NodeBook] = field(default_factory=list[NodeBook])
+    """All nodes by id, an order on which fronts agree."""
+
+    def add(self, book: NodeBook) -> None:
+        self.nodes[book.node.id] = book
+        insort(self._order, book, key=_id_of)
+
+    def remove(self, node_id: str) -> NodeBook | None:
+        book = self.nodes.pop(node_id, None)
+        if book is not None:
+            del self._order[bisect_left(self._order, node_id, key=_id_of)]
+            self.pools.lose(book)
+        return book
 
     def node_for(
         self, request: Request, spec: ModelSpec, excluded: Iterable[str], now: float
@@ -114,13 +136,10 @@ class FleetPlacement:
     def newcomer(self, spec: ModelSpec, closed: Iterable[str], now: float) -> NodeBook | None:
         """Return where the model would be loaded at least cost: what waits there, the load, and
         what it displaces. Equal ones are told apart by the model's own order."""
-        closed = set(closed)
         costs = [
             (round(book.newcomer_s(spec) / _EQUAL_S), rank(spec.id, book.node.id), book)
-            for book in self.nodes.values()
-            if not book.draining and spec.weight_bytes <= book.node.pool_bytes
-            and book.node.id not in closed
-        ]  # fmt: skip
+            for book in islice(self._open(spec, {*closed}), _SEARCHED_MAX)
+        ]
 
         def whole(cost: tuple[int, int, NodeBook]) -> tuple[int, int]:
             displacement_s = self.pools.displacement_s(cost[2], spec, now)
@@ -129,6 +148,14 @@ class FleetPlacement:
         cheapest = nsmallest(_COMPARED_MAX, costs, key=lambda cost: cost[:2])
         found = min(cheapest, key=whole, default=None)
         return None if found is None else found[2]
+
+    def _open(self, spec: ModelSpec, closed: set[str]) -> Iterator[NodeBook]:
+        """Yield the nodes that could load the model, from its own place in their order."""
+        begin = crc32(spec.id.encode()) % max(1, len(self._order))
+        for book in chain(islice(self._order, begin, None), islice(self._order, begin)):
+            fits = not book.draining and spec.weight_bytes <= book.node.pool_bytes
+            if fits and book.node.id not in closed:
+                yield book
 
     def source(self, model: str, book: NodeBook) -> str:
         """Return the node to load a model from: the least loaded one that has it. It is empty if

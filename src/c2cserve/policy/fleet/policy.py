@@ -96,7 +96,7 @@ class FleetPolicy:
                 self._pools.forget(model)
             case fleet.NodeUp(node):
                 loads = self._loads.setdefault(node.kind, LoadTime())
-                self._nodes[node.id] = NodeBook(node, loads)
+                self._placement.add(NodeBook(node, loads))
                 self._opened = True
                 self._copies.review(one.id for one in self._models.values() if one.pinned)
             case fleet.NodeReport(node_id):
@@ -110,14 +110,13 @@ class FleetPolicy:
                     self._take_off(held, request)
 
     def _lost(self, node_id: str, displaced: Sequence[Request]) -> None:
-        book = self._nodes.pop(node_id, None)
+        book = self._placement.remove(node_id)
         self._reports.pop(node_id, None)
         for request in displaced:
             if (held := self._requests.get(request.id)) is not None:
                 held.deaths += 1
                 self._take_off(held, request)
         if book is not None:
-            self._pools.lose(book)
             self._copies.review(sorted(book.uses))
             self._copies.review(book.pinned)
 
