@@ -41,7 +41,6 @@ _INTERPRETED = {
     "sim/world/hardware.py",  # builds dataclasses from tables
     "sim/world/faults.py",  # frozen dataclasses that `plan` sends to its processes
     "sim/world/shapes.py",
-    "sim/world/stuck.py",  # a kind of AssertionError
 }
 _NOT_SIMULATED = "policy/fleet"
 _ENV = "C2CSERVE_COMPILED"
