@@ -20,6 +20,7 @@ from c2cserve.devices.plan import SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes, plan_slices
 from c2cserve.devices.topology import find_gpu_nodes, find_links, show_links
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
+from c2cserve.sim import compiled
 from c2cserve.terminal.output import show_bytes
 
 _LIBRARIES = (
@@ -88,6 +89,7 @@ def diagnose(host: str, port: int, pool_dir: Path) -> Diagnosis:
         check_system(), check_cpu(machine), check_numa(machine, slices), check_kernels(),
         check_memory(machine), check_shared_memory(machine, pool_dir), plan, check_gpus(machine),
         check_limits(), check_port(host, port), check_libraries(),
+        check_simulator(),
     )  # fmt: skip
     findings += [finding for check in checks for finding in check]
     return Diagnosis(__version__, machine, tuple(findings), slices, plan_pool_bytes(machine))
@@ -285,3 +287,8 @@ def check_libraries() -> Iterator[Finding]:
             fix = "make install, or pip install . in the checkout"
             yield Finding(Level.FAIL, "libraries", f"{name} is not installed", fix)
     yield Finding(Level.OK, "libraries", ", ".join(found))
+
+
+def check_simulator() -> Iterator[Finding]:
+    """`simulate` and `plan` work without compiled code, only more slowly."""
+    yield Finding(Level.OK, "simulator", compiled.status())

@@ -1,11 +1,10 @@
 """The policies and the simulated machine as machine code, for simulations of many requests.
 
-    python -m c2cserve.sim.compiled [FOLDER]      build (needs mypyc: pip install mypy)
+    python -m c2cserve.sim.compiled [FOLDER]      build (needs mypyc: pip install mypy setuptools)
 
-mypyc compiles the Python sources as they are. These stay the only source of every decision: a build
-whose sources have changed since is not used, and results are equal to the bit. Only `c2cserve
-simulate` and `plan` use it, where they are told to by `use`. Servers and tests run the sources.
-`C2CSERVE_COMPILED=0` turns it off; the name of a folder uses a build elsewhere.
+mypyc compiles the Python sources, and results are equal to the bit. A build whose sources have
+changed since is not used. Only `c2cserve simulate` and `plan` use one. Servers and tests run the
+sources. `C2CSERVE_COMPILED=0` turns it off; the name of a folder uses a build elsewhere.
 """
 
 import hashlib
@@ -29,15 +28,19 @@ log = logging.getLogger(__name__)
 _SRC = Path(__file__).parents[2]
 _HERE = Path(__file__).parent / "_compiled"
 _MANIFEST = "manifest.json"
-_COMPILED = ("policy", "runtime/driver.py", "sim/policies", "sim/world")
+_COMPILED = (
+    "core/actions.py", "core/events.py", "core/request.py", "core/step.py", "policy",
+    "runtime/driver.py", "sim/policies", "sim/world",
+)  # fmt: skip
 """Folders and files under the package that are compiled,"""
-_READ = ("core", "runtime/ports.py", "sim/compiled.py")
+_READ = ("core/value.py", "core/machine.py", "core/model.py", "runtime/ports.py", "sim/compiled.py")
 """and those that the result depends on besides."""
 _INTERPRETED = {
     "policy/cluster/strategies.py",  # generic dataclasses, which mypyc cannot compile
     "policy/slice/strategies.py",
     "sim/world/hardware.py",  # builds dataclasses from tables
-    "sim/world/stuck.py",  # a kind of AssertionError
+    "sim/world/faults.py",  # frozen dataclasses that `plan` sends to its processes
+    "sim/world/shapes.py",
 }
 _NOT_SIMULATED = "policy/fleet"
 _ENV = "C2CSERVE_COMPILED"
@@ -93,7 +96,7 @@ def _files(roots: Sequence[str]) -> list[str]:
     return [path.relative_to(package).as_posix() for path in found]
 
 
-def _fingerprint() -> str:
+def fingerprint() -> str:
     """Return what a build must agree with: this Python, and every source that it depends on."""
     digest = hashlib.sha256(str(sysconfig.get_config_var("SOABI")).encode())
     for name in _files((*_COMPILED, *_READ)):
@@ -115,7 +118,7 @@ def _found() -> dict[str, Path]:
         manifest = json.loads((folder / _MANIFEST).read_text())
     except FileNotFoundError:
         raise NotUsed(f"not built ({_FIX})") from None
-    if manifest["fingerprint"] != _fingerprint():
+    if manifest["fingerprint"] != fingerprint():
         raise NotUsed(f"built from other sources or for another Python; build again: {_FIX}")
     return {name: folder / file for name, file in manifest["modules"].items()}
 
@@ -151,17 +154,19 @@ def build(folder: Path) -> None:
     """Build into the folder, which is replaced. It takes one or two minutes.
 
     Raises NotUsed if mypyc is not installed, CalledProcessError if it or the compiler fails."""
-    if find_spec("mypyc") is None:
-        raise NotUsed("mypyc is not installed: pip install mypy")
+    if find_spec("mypyc") is None or find_spec("setuptools") is None:
+        raise NotUsed("mypyc is not installed: pip install mypy setuptools")
     folder = folder.absolute()
-    fingerprint, sources = _fingerprint(), _modules()
+    agreed, sources = fingerprint(), _modules()
     with tempfile.TemporaryDirectory() as made:
         work, out = Path(made), Path(made) / "lib"
-        # mypy takes `__init__.py` of the package too; a copy keeps its files out of the sources.
         shutil.copytree(
             _SRC / "c2cserve", work / "c2cserve",
             ignore=lambda _, names: [name for name in names if name.endswith(".so")],
         )  # fmt: skip
+        for name in sources:
+            source = work / "c2cserve" / name
+            source.write_text(_with_plain_dataclasses(source.read_text()))
         (work / "setup.py").write_text(_SETUP.format(group=_GROUP))
         command = [sys.executable, "setup.py", _GROUP, str(out)]
         flags = f"{os.environ.get('CFLAGS', '')} {_CFLAGS}".strip()
@@ -172,10 +177,18 @@ def build(folder: Path) -> None:
         suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
         built = sorted(path.relative_to(out) for path in out.rglob(f"*{suffix}"))
         modules = {".".join(file.parts).removesuffix(suffix): file.as_posix() for file in built}
-        manifest = {"fingerprint": fingerprint, "modules": modules}
+        manifest = {"fingerprint": agreed, "modules": modules}
         (out / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(out, folder)
+
+
+def _with_plain_dataclasses(text: str) -> str:
+    """Write out what `core.value.value` does: mypyc knows no decorator but `dataclass` itself."""
+    text = text.replace("@value\n", "@dataclass(slots=True, unsafe_hash=True)\n")
+    return text.replace(
+        "from c2cserve.core.value import value\n", "from dataclasses import dataclass\n"
+    )
 
 
 def main() -> None:

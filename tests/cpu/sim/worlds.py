@@ -4,6 +4,7 @@ from random import Random
 
 from c2cserve.core.request import Slo
 from c2cserve.policy.baselines.presets import PRESETS
+from c2cserve.sim.recording import Recorders, no_recorders
 from c2cserve.sim.world.faults import Fault, LinkFault, SliceFault
 from c2cserve.sim.world.hardware import SliceSettings, build
 from c2cserve.sim.world.requests import SimRequest
@@ -36,7 +37,7 @@ def faults(random: Random, slices: list[str], links: list[str]) -> tuple[Fault, 
     return tuple(drawn)
 
 
-def world(seed: int, preset: str | None = None) -> Simulation:
+def world(seed: int, preset: str | None = None, recorders: Recorders = no_recorders) -> Simulation:
     random = Random(seed)
     chosen = PRESETS[preset or random.choice(sorted(PRESETS))]
     small = random.random() < 0.3
@@ -70,6 +71,7 @@ def world(seed: int, preset: str | None = None) -> Simulation:
             ),
             as_live=chosen.name == "c2cserve" and random.random() < 0.5,
         ),
+        recorders,
     )
 
 

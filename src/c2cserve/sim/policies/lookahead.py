@@ -80,15 +80,18 @@ def _order(
     counts = [0] * len(models)
     punctual = sorted((rank, index) for index, rank in enumerate(ranks))
     for _ in range(steps):
-        if punctual and punctual[0][0] < now:
+        rank, index = punctual[0] if punctual else (now, top)
+        if rank < now:
             punctual.clear()
-        while punctual and punctual[0][0] != ranks[punctual[0][1]]:
-            heapreplace(punctual, (ranks[punctual[0][1]], punctual[0][1]))
-        if punctual and top >= 0 and punctual[0][0] >= now + EASE_S:
-            index, late_ran = top, False
-        elif punctual:  # all of them, as a heap: least headroom first
-            index, late_ran = punctual[0][1], False
-            heapreplace(punctual, (ranks[index] + paces[index], index))
+        if punctual:  # all of them, as a heap: least headroom first
+            while rank != ranks[index]:  # this one ran as the favourite
+                heapreplace(punctual, (ranks[index], index))
+                rank, index = punctual[0]
+            late_ran = False
+            if top >= 0 and rank >= now + EASE_S:
+                index = top
+            else:
+                heapreplace(punctual, (rank + paces[index], index))
         else:
             turn = next_turn(zip(ranks, last, range(len(ranks)), strict=True), now, late_ran)
             assert turn is not None, "there are models"

@@ -13,9 +13,7 @@ A = TypeVar("A")
 
 
 class PolicyLoop(Generic[E, A]):
-    def __init__(
-        self, policy: Policy[E, A], executor: Executor[A], record: Recorder[E, A]
-    ) -> None:
+    def __init__(self, policy: Policy[E, A], executor: Executor[A], record: Recorder[E, A]) -> None:
         self.policy, self.executor, self.record = policy, executor, record
         self.inbox: list[E] = []
         self.queued = False

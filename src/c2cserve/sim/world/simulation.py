@@ -13,6 +13,7 @@ from c2cserve.policy.slice.strategies import live_steps_in_flight
 from c2cserve.sim.policies.build import cluster_policy, slice_policy
 from c2cserve.sim.policies.profiled import profiled
 from c2cserve.sim.recording import Recorders, no_recorders
+from c2cserve.sim.stuck import Stuck
 from c2cserve.sim.world.context import SimulationContext
 from c2cserve.sim.world.costs import Costs
 from c2cserve.sim.world.faults import Fault
@@ -22,7 +23,6 @@ from c2cserve.sim.world.loop import LoopScheduler, PolicyLoop
 from c2cserve.sim.world.requests import Ending, RequestBook, SimRequest, SloRule, TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.slice_simulation import SliceSimulation
-from c2cserve.sim.world.stuck import Stuck
 from c2cserve.sim.world.timeline import Timeline
 
 _KV_RESIZE_BYTES_PER_S = 40e9

@@ -1,0 +1,5 @@
+"""The invariant that every request ends. It stands apart: mypyc compiles no kind of AssertionError."""
+
+
+class Stuck(AssertionError):
+    """Requests are left, and no event will ever end them."""
