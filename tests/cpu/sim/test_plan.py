@@ -113,6 +113,7 @@ def test_all_seeds_confirm_the_answer_and_name_the_models_that_miss() -> None:
         assert trial.passed or trial.misses
     assert [done for done, _ in heard] == list(range(1, len(heard) + 1))
     assert heard[-1][1] == 0.0
+    assert all(left_s > 0.0 for _, left_s in heard[:-1]), "the first simulation tells of the others"
     said = "\n".join(answer(plan, 0.9))
     assert "With GPUs of their own" in said
     assert "With one GPU less" in said
@@ -123,7 +124,7 @@ def test_seeds_side_by_side_give_what_they_give_one_by_one() -> None:
     models = catalogue("llama-3.1-8b*4")
     with ThreadPoolExecutor(3) as pool:
         trials = [
-            Trials(base, 0.95, 3, executor, lambda what, job, took_s: None).run("gh200", models)
+            Trials(base, 0.95, 3, executor, lambda what, job, done: None).run("gh200", models)
             for executor in (None, pool)
         ]
     assert trials[0] == trials[1]
@@ -134,7 +135,7 @@ def test_a_trial_that_cannot_pass_any_more_ends_early() -> None:
     those that are left cannot make up for the first."""
     base = Scenario("", "", WorkloadSettings(STEADY), "0.0001,0.0001")
     models = catalogue("llama-3.1-8b*4")
-    trials = Trials(base, 0.5, 3, None, lambda what, job, took_s: None)
+    trials = Trials(base, 0.5, 3, None, lambda what, job, done: None)
     [whole, cut] = [trials.run("gh200", models, seeds=1, cut=each) for each in (False, True)]
     assert not whole.cut
     assert cut.cut
@@ -146,7 +147,7 @@ def test_a_trial_that_cannot_pass_any_more_ends_early() -> None:
 
 def test_a_trial_that_passes_is_never_cut() -> None:
     base = Scenario("", "", WorkloadSettings(STEADY), "1,0.1")
-    trials = Trials(base, 0.95, 2, None, lambda what, job, took_s: None)
+    trials = Trials(base, 0.95, 2, None, lambda what, job, done: None)
     models = catalogue("llama-3.1-8b*4")
     whole, cut = (trials.run("gh200", models, cut=each) for each in (False, True))
     assert whole.passed

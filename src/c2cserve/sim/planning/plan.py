@@ -21,7 +21,7 @@ from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.planning.bottleneck import could_bind
 from c2cserve.sim.planning.search import Search
 from c2cserve.sim.planning.time_left import TimeLeft
-from c2cserve.sim.planning.trials import Simulated, Trial, Trials, gpus, load_of
+from c2cserve.sim.planning.trials import SeedResult, Simulated, Trial, Trials, gpus, load_of
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.world.hardware import SimMachine, build, find
 from c2cserve.sim.world.shapes import SimModel
@@ -180,12 +180,12 @@ class Planner:
             + (wishes.spare + 3 * wishes.layouts) * self._time.of(last, wishes.seeds)
         )
 
-    def _ran(self, what: str, job: Simulated, took_s: float) -> None:
+    def _ran(self, what: str, job: Simulated, done: SeedResult) -> None:
         self._done += 1
         self._of_trial = max(0, self._of_trial - 1)
         models = len(job.models)
-        if not job.enough:
-            self._time.note(models, took_s)
+        if not done.cut:
+            self._time.note(models, done.took_s)
         left_s = self._after_s + self._time.of(models, self._of_trial)
         self._progress(what, self._done, left_s)
 

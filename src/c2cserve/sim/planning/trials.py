@@ -23,8 +23,8 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for a two-sided interval of 95 %, by degrees of freedom from 1."""
 _T_MANY = 1.96
 
-Ran = Callable[[str, "Simulated", float], None]
-"""Is told what has been simulated once a seed of it is done, and how many seconds that took."""
+Ran = Callable[[str, "Simulated", "SeedResult"], None]
+"""Is told what has been simulated once a seed of it is done, and what that came to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Trials:
         executor = self._executor
         ran = map(simulate, jobs) if executor is None else executor.map(simulate, jobs)
         for job, done in zip(jobs, ran, strict=True):
-            self._ran(what, job, done.took_s)
+            self._ran(what, job, done)
             yield done
 
     def _trial(
