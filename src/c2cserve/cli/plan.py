@@ -115,7 +115,7 @@ def _search(
     spawned = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=compiled.use)
     with spawned as pool, _progress() as progress:
         executor = pool if jobs > 1 else None
-        planner = Planner(scenario, models, attainment, progress, wishes, executor)
+        planner = Planner(scenario, models, attainment, progress, wishes, executor, jobs)
         if len(machines) > 1:
             return planner.smallest_machine(machines)
         return planner.largest_catalogue(machines[0], most)
@@ -123,8 +123,8 @@ def _search(
 
 @contextmanager
 def _progress() -> "Generator[Progress]":
-    """A bar on stderr: what was simulated last, and the time left by the pace until now. Where
-    stderr is no terminal, a line now and then."""
+    """A bar on stderr: what was simulated last, and about how long the rest takes. Where stderr is
+    no terminal, a line now and then."""
     if not sys.stderr.isatty():
         yield _progress_lines()
         return
@@ -138,28 +138,24 @@ def _progress() -> "Generator[Progress]":
         task = bar.add_task("", total=None, left="")
         began_s = time.monotonic()
 
-        def progress(what: str, done: int, left: int) -> None:
+        def progress(what: str, done: int, left_s: float) -> None:
+            elapsed_s = time.monotonic() - began_s
+            left = f"about {left_s:.0f} s left"
             bar.update(
-                task, description=what, completed=done, total=done + left,
-                left=_time_left(time.monotonic() - began_s, done, left),
-            )  # fmt: skip
+                task, description=what, completed=elapsed_s, total=elapsed_s + left_s, left=left
+            )
 
         yield progress
 
 
-def _time_left(elapsed_s: float, done: int, left: int) -> str:
-    return f"about {elapsed_s / done * left:.0f} s left"
-
-
 def _progress_lines() -> "Progress":
-    began_s = said_s = time.monotonic()
+    said_s = time.monotonic()
 
-    def progress(what: str, done: int, left: int) -> None:
+    def progress(what: str, done: int, left_s: float) -> None:
         nonlocal said_s
         if (now := time.monotonic()) - said_s >= _LINE_EVERY_S:
             said_s = now
-            line = f"{done} of {done + left} simulations, {_time_left(now - began_s, done, left)}"
-            sys.stderr.write(f"{line}: {what}\n")
+            sys.stderr.write(f"{done} simulations, about {left_s:.0f} s left: {what}\n")
             sys.stderr.flush()
 
     return progress

@@ -227,3 +227,39 @@ def test_as_many_models_take_shifts_as_the_link_loads_in_time() -> None:
     for one in load.active.values():
         one.ready = False
     assert place(*again) is None, "too many wait for their first load already"
+
+
+def test_a_model_that_runs_elsewhere_does_not_begin_to_swap() -> None:
+    """40 and 40 bytes of weights are there; 40 more would make them swap."""
+    load = slice_load("s1", 100, 1000.0)
+    models = [ModelSpec(f"m{i}", 40, 2, 16, 4096) for i in range(3)]
+    for spec in models:
+        load.profiled[spec.id] = TABLE
+    for spec in models[:2]:
+        load.activate(spec)
+        load.add(ask(spec.id, spec))
+    request = ask("r", models[2])
+    alone, second = (
+        place(request, models[2], 0.0, [load], lambda name: (), 0.0, runs=runs)
+        for runs in (False, True)
+    )
+    assert alone == Placement("s1", activate=True, keep=True)
+    assert second is None
+
+
+@pytest.mark.parametrize(("cached", "goes_to"), [(False, "s1"), (True, "s0")])
+def test_a_second_instance_displaces_no_weights_while_the_first_is_in_time(
+    cached: bool, goes_to: str
+) -> None:
+    """The first slice is busier than half of the targets. The other is idle: empty, or its memory
+    holds what others will ask for again."""
+    loads = [slice_load(f"s{i}", 100, 1000.0) for i in range(2)]
+    loads[0].activate(SPECS[1])
+    for number in range(8):
+        loads[0].add(ask(f"more{number}", SPECS[1], 0.03))
+    if cached:
+        loads[1].activate(SPECS[3])
+    request = ask("r", SPECS[1], 0.03)
+    placement = place(request, SPECS[1], 10.0, loads, lambda name: (), 0.0, runs=True)
+    assert placement is not None
+    assert placement.slice_id == goes_to

@@ -11,7 +11,9 @@ from c2cserve.cli.main import app
 from c2cserve.serving.catalog_shapes import find_models
 from c2cserve.sim.planning.bottleneck import RESOURCES, faster_gpus
 from c2cserve.sim.planning.plan import Dedicated, Plan, Planner, Wishes, grown
+from c2cserve.sim.planning.search import Search
 from c2cserve.sim.planning.show import answer
+from c2cserve.sim.planning.time_left import TimeLeft
 from c2cserve.sim.planning.trials import Trials, half_interval
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.workload.build import WorkloadSettings
@@ -91,7 +93,7 @@ def test_loads_of_whole_models_count_as_use_of_the_link() -> None:
 
 def test_all_seeds_confirm_the_answer_and_name_the_models_that_miss() -> None:
     base = Scenario("", "", WorkloadSettings(STEADY.replace("zipf=0", "zipf=1")), "1,0.02")
-    heard: list[tuple[int, int]] = []
+    heard: list[tuple[int, float]] = []
     one = Planner(
         base, catalogue("llama-3.1-8b*4"), 0.9, lambda what, done, left: heard.append((done, left)),
         Wishes(seeds=3, layouts=True, spare=True, gpu_month=100.0),
@@ -110,6 +112,8 @@ def test_all_seeds_confirm_the_answer_and_name_the_models_that_miss() -> None:
         assert all(miss.attainment < 0.9 for miss in trial.misses)
         assert trial.passed or trial.misses
     assert [done for done, _ in heard] == list(range(1, len(heard) + 1))
+    assert heard[-1][1] == 0.0
+    assert all(left_s > 0.0 for _, left_s in heard[:-1]), "the first simulation tells of the others"
     said = "\n".join(answer(plan, 0.9))
     assert "With GPUs of their own" in said
     assert "With one GPU less" in said
@@ -120,10 +124,77 @@ def test_seeds_side_by_side_give_what_they_give_one_by_one() -> None:
     models = catalogue("llama-3.1-8b*4")
     with ThreadPoolExecutor(3) as pool:
         trials = [
-            Trials(base, 0.95, 3, executor, lambda what: None).run("gh200", models)
+            Trials(base, 0.95, 3, executor, lambda what, job, done: None).run("gh200", models)
             for executor in (None, pool)
         ]
     assert trials[0] == trials[1]
+
+
+def test_a_trial_that_cannot_pass_any_more_ends_early() -> None:
+    """It fails with and without that. With one seed its later requests do not come; with several,
+    those that are left cannot make up for the first."""
+    base = Scenario("", "", WorkloadSettings(STEADY), "0.0001,0.0001")
+    models = catalogue("llama-3.1-8b*4")
+    trials = Trials(base, 0.5, 3, None, lambda what, job, done: None)
+    [whole, cut] = [trials.run("gh200", models, seeds=1, cut=each) for each in (False, True)]
+    assert not whole.cut
+    assert cut.cut
+    assert not whole.passed
+    assert not cut.passed
+    assert cut.requests < 0.8 * whole.requests
+    assert trials.run("gh200", models, cut=True).seeds == 2
+
+
+def test_a_trial_that_passes_is_never_cut() -> None:
+    base = Scenario("", "", WorkloadSettings(STEADY), "1,0.1")
+    trials = Trials(base, 0.95, 2, None, lambda what, job, done: None)
+    models = catalogue("llama-3.1-8b*4")
+    whole, cut = (trials.run("gh200", models, cut=each) for each in (False, True))
+    assert whole.passed
+    assert whole == cut
+
+
+@pytest.mark.parametrize("knee", [1, 5, 37, 64, 65, 100, 127, 500])
+def test_a_search_finds_where_trials_begin_to_fail(knee: int) -> None:
+    """All up to `knee` models are in time, and each one more costs a percent."""
+    search, tried = Search(0.95, 1000), list[int]()
+
+    def attempt(count: int, *, complete: bool) -> bool:
+        attainment = min(1.0, 0.95 + 0.01 * (knee - count))
+        tried.append(count)
+        search.note(count, attainment, passed=count <= knee, complete=complete)
+        return count <= knee
+
+    count = 64
+    while True:
+        passed = attempt(count, complete=False)
+        if (search.passed and search.failed) or (not passed and count == 1):
+            break
+        count = 2 * count if passed else count // 2
+    alone = len(tried)
+    while (following := search.next()) is not None:
+        attempt(following, complete=True)
+    assert search.passed <= knee < search.failed
+    assert search.failed - search.passed <= max(1, int(0.02 * search.passed))
+    assert len(tried) - alone <= 8
+
+
+def test_a_pass_beyond_a_failure_is_believed() -> None:
+    """The failure was that of one seed; the pass is of all."""
+    search = Search(0.95, 100)
+    search.note(8, 1.0, passed=True, complete=False)
+    search.note(16, 0.94, passed=False, complete=False)
+    search.note(16, 0.96, passed=True, complete=True)
+    assert (search.passed, search.failed) == (16, 20)
+
+
+def test_time_left_goes_by_simulations_of_about_as_many_models() -> None:
+    left = TimeLeft(width=2)
+    assert left.of(8, 3) == 0.0
+    left.note(8, 1.0)
+    left.note(64, 20.0)
+    assert left.of(8, 3) == 2.0
+    assert left.of(60, 1) == pytest.approx(20.0 * (60 / 64) ** 1.5)
 
 
 def test_the_interval_is_students() -> None:

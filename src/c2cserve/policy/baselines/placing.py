@@ -24,7 +24,7 @@ class BaselinePlacing:
 
     def place(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
-        *, late: bool,
+        *, late: bool, runs: bool,
     ) -> Placement | None:  # fmt: skip
         match self.preset.placing:
             case "slinfer":

@@ -10,6 +10,10 @@ requests there:
 
 The slice's own share of its link has to carry streams, and models that take turns for long: its
 neighbours may need their links then. The first load of a model may use theirs, too.
+
+A model that runs on another slice does not begin to swap here. Two instances of it would read its
+weights twice in each round, with half of the batch each. And both would take time and memory from
+models that run nowhere else. So its request waits for room where it runs, or for enough memory.
 """
 
 from heapq import nlargest
@@ -45,7 +49,7 @@ class LinkAndMemory(Budgets):
             return True
         if not weight_bytes:  # one more request for models that swap already
             return sum(nlargest(2, sizes)) <= free
-        return _swappable(ask, load, [*sizes, weight_bytes], free)
+        return not ask.runs and _swappable(ask, load, [*sizes, weight_bytes], free)
 
     def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
         """Return False if its weights stream and the link no longer carries them. Then it must be
@@ -59,6 +63,11 @@ class LinkAndMemory(Budgets):
 
     def freed_bytes(self, load: SliceLoad, instance: Instance) -> int:
         return 0 if load.keeps else instance.spec.weight_bytes
+
+    def displaces(self, ask: Ask, load: SliceLoad) -> bool:
+        weights = 0 if ask.spec.id in load.active else ask.spec.weight_bytes
+        free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
+        return self.bounded(load) and load.weight_bytes + weights > free
 
     def activation(self, ask: Ask, load: SliceLoad) -> tuple[bool, int] | None:
         """Make weights resident if they fit, or if the link would not carry them as a stream. A

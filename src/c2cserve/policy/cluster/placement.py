@@ -40,6 +40,8 @@ class Ask:
     value: Value
     now: float
     budgets: "Budgets"
+    runs: bool = False
+    """The model has requests on some slice."""
 
 
 class Budgets(Protocol):
@@ -64,6 +66,11 @@ class Budgets(Protocol):
 
     def freed_bytes(self, load: SliceLoad, instance: Instance) -> int:
         """Return the memory that is free once the instance, without requests, is deactivated."""
+        ...
+
+    def displaces(self, ask: Ask, load: SliceLoad) -> bool:
+        """Return whether memory is too small for one more model beside the weights of all models
+        that are active there, also of those without requests."""
         ...
 
     def activation(self, ask: Ask, load: SliceLoad) -> tuple[bool, int] | None:
@@ -165,14 +172,15 @@ def place(
     now: float,
     *,
     late: bool = False,
+    runs: bool = False,
     budgets: Budgets,
 ) -> Placement | None:
     """Return where the request should go, of open slices; None: nowhere now.
 
     A model with requests on a slice is never made to leave it. `kv_bytes`: what the request will
     take of memory. `late`: it also goes where no other request becomes late because of it, and to
-    an idle slice in any case."""
-    ask, model = Ask(request, spec, kv_bytes, value, now, budgets), request.model
+    an idle slice in any case. `runs`: its model has requests on some slice."""
+    ask, model = Ask(request, spec, kv_bytes, value, now, budgets, runs), request.model
     here: list[tuple[SliceLoad, tuple[str, ...]]] = []
     others: list[SliceLoad] = []
     for load in loads:
@@ -205,6 +213,11 @@ def place(
     ]  # fmt: skip
     heapify(idle)
     first = idle[0][-1] if idle else None
+    if runs and first is not None and budgets.displaces(ask, first.load):
+        # A second instance must not displace weights while the first is in time.
+        able = _first_in_time(ask, here, 1.0)
+        if able is not None:
+            return able
     while idle:
         move = heappop(idle)[-1]
         if not budgets.bounded(move.load) or _may_be_in_time(ask, move.load):

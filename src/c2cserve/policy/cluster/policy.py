@@ -349,10 +349,10 @@ class ClusterPolicy(Generic[ExtraT]):
         return loads, active_if_full(loads) if self._placing.ours else None
 
     def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:
-        spec, loads = self._models[request.model].spec, self._admission.taking(loads, request)
-        late = self._admission.may_be_late(request)
-        placement = self._placing.place(request, spec, loads, self._value, now, late=late)
-        return self._admission.confirmed(placement, request, now)
+        book, loads = self._models[request.model], self._admission.taking(loads, request)
+        spec, runs, late = book.spec, book.running > 0, self._admission.may_be_late(request)
+        found = self._placing.place(request, spec, loads, self._value, now, late=late, runs=runs)
+        return self._admission.confirmed(found, request, now)
 
     def _value(self, name: str) -> tuple[float, ...]:
         """Return what it costs to let a model without requests leave a slice; lowest first."""

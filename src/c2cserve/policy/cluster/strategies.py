@@ -41,10 +41,10 @@ class Placing(Protocol):
 
     def place(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
-        *, late: bool,
+        *, late: bool, runs: bool,
     ) -> Placement | None:  # fmt: skip
         """Return where the request should go, of the open slices `loads`; None: nowhere now.
-        `value` and `late`: see `placement.place`."""
+        `value`, `late` and `runs`: see `placement.place`."""
         ...
 
     def place_owed(
@@ -67,10 +67,12 @@ class BudgetedPlacing:
 
     def place(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
-        *, late: bool,
+        *, late: bool, runs: bool,
     ) -> Placement | None:  # fmt: skip
         kv_bytes = expected_kv_bytes(request, spec, self._mean_output(spec.id))
-        return place(request, spec, kv_bytes, loads, value, now, late=late, budgets=self._budgets)
+        return place(
+            request, spec, kv_bytes, loads, value, now, late=late, runs=runs, budgets=self._budgets
+        )
 
     def place_owed(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float

@@ -2,41 +2,47 @@
 
 A *trial* is one simulation for each seed (`sim.planning.trials`). It passes if the mean share of
 requests that met both targets is at least what was asked for. The search for the largest catalogue
-doubles (or halves) with one seed until one trial passes and one fails. Then it bisects between them
-with all seeds, which also confirm both ends.
+doubles (or halves) with one seed until one trial passes and one fails. Then it goes on between them
+with all seeds (`sim.planning.search`), which also confirm both ends. A trial that cannot pass any
+more ends at once, unless it is such an end.
 
-The bottleneck is found by experiment, in the failed trial that came closest. One resource after the
-other is raised by half, and the resource that helps most is the bottleneck.
+The bottleneck is found by experiment, in the failed trial that came closest. Each resource is
+raised by half with a few of the seeds, and the one that helps most is the bottleneck.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
-from math import ceil, log2
+from math import ceil
+from statistics import mean
 from typing import Any
 
 from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.planning.bottleneck import could_bind
-from c2cserve.sim.planning.trials import Trial, Trials, gpus, load_of
+from c2cserve.sim.planning.search import Search
+from c2cserve.sim.planning.time_left import TimeLeft
+from c2cserve.sim.planning.trials import SeedResult, Simulated, Trial, Trials, gpus, load_of
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.world.hardware import SimMachine, build, find
 from c2cserve.sim.world.shapes import SimModel
 
 _HELPS = 0.002
 """Share of all requests. A resource that helps fewer is not the bottleneck."""
-_CLOSE = 0.02
-"""The search ends when the smallest failing catalogue is larger by at most this share."""
+_EXPERIMENT_SEEDS = 2
+"""Seeds of an experiment. It is compared with the same seeds of the trial, so fewer are enough."""
 
-Progress = Callable[[str, int, int], None]
-"""Receives what was simulated, how many simulations have ended, and how many are to come: those
-that are sure, and a search's share of halvings."""
+Progress = Callable[[str, int, float], None]
+"""Receives what was simulated, how many simulations have ended, and the seconds that those to come
+will take (`TimeLeft`): the trials of a search are guessed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
     what: str
     attainment: float
-    """Attainment with half as much again of the resource."""
+    """Attainment with half as much again of the resource, over the first seeds of the trial,"""
+    before: float
+    """and without, over the same seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class Plan:
         if self.beyond is None or not self.bottlenecks:
             return ""
         most = max(self.bottlenecks, key=lambda bottleneck: bottleneck.attainment)
-        return most.what if most.attainment > self.beyond.attainment + _HELPS else ""
+        return most.what if most.attainment > most.before + _HELPS else ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan for `--json`, where the key of `bottlenecks` is "reliefs"."""
@@ -106,17 +112,23 @@ class Planner:
 
     def __init__(
         self, base: Scenario, models: Sequence[SimModel], attainment: float, progress: Progress,
-        wishes: Wishes | None = None, executor: Executor | None = None,
+        wishes: Wishes | None = None, executor: Executor | None = None, width: int = 1,
     ) -> None:  # fmt: skip
-        """Simulations run on `executor`, or in this process. Raises OSError, ValueError (and its
-        kinds)."""
+        """Simulations run on `executor`, `width` at a time, or in this process. Raises OSError,
+        ValueError (and its kinds)."""
         self._base, self._models = base, models
         self._wishes = wishes or Wishes()
         self._progress = progress
         self._grows = load_of(base).grows
-        self._runner = Trials(base, attainment, self._wishes.seeds, executor, self._ran)
+        seeds = self._wishes.seeds
+        self._runner = Trials(base, attainment, seeds, executor, self._ran, width)
+        self._attainment = attainment
         self._trials: list[Trial] = []
-        self._done = self._left = 0
+        self._time = TimeLeft(width)
+        self._done = self._of_trial = 0
+        """Simulations that have ended, and those of this trial that are to come."""
+        self._after_s = 0.0
+        """Seconds of what follows this trial."""
 
     def smallest_machine(self, machines: Sequence[str]) -> Plan:
         """Try `machines`, given from small to large, until one passes.
@@ -124,8 +136,9 @@ class Planner:
         Raises ValueError (and its kinds)."""
         beyond: Trial | None = None
         for number, hardware in enumerate(machines):
-            self._expect(len(machines) - number)
-            trial = self._try(hardware, len(self._models))
+            count = len(self._models)
+            self._expect(count, self._wishes.seeds, [count] * (len(machines) - number - 1))
+            trial = self._try(hardware, count)
             if trial.passed:
                 return self._plan(trial, beyond)
             beyond = trial
@@ -134,55 +147,56 @@ class Planner:
     def largest_catalogue(self, hardware: str, most: int) -> Plan:
         """Search up to `most` models. Raises ValueError (and its kinds)."""
         trials: dict[int, Trial] = {}
-        passed, failed = self._bracket(hardware, most, trials)
-        while True:
-            if failed - passed > _stride(passed):
-                count = (passed + failed) // 2
-            elif passed and passed not in trials:
-                count = passed
-            elif failed and failed not in trials:
-                count = failed
-            else:
-                return self._plan(trials.get(passed), trials.get(failed))
-            self._expect(1 + ceil(log2(max(1, failed - passed))))
-            trial = trials[count] = self._try(hardware, count)
-            if trial.passed:
-                # What passed beyond a failure says that the failure of one seed was chance.
-                passed, failed = count, failed if failed > count else _beyond(count, most)
-            else:
-                failed, passed = count, passed if passed < count else count // 2
+        search = self._bracket(hardware, most, trials)
+        while (count := search.next()) is not None:
+            self._expect(count, self._wishes.seeds, [count] * (search.trials_left - 1))
+            # An end of the search is simulated as a whole: the answer has its figures.
+            cut = search.between and self._wishes.seeds > 1
+            trial = trials[count] = self._try(hardware, count, cut=cut)
+            search.note(count, trial.attainment, passed=trial.passed, complete=not trial.cut)
+        return self._plan(trials.get(search.passed), trials.get(search.failed))
 
-    def _bracket(self, hardware: str, most: int, trials: dict[int, Trial]) -> tuple[int, int]:
-        """Double or halve the catalogue until one passes with the first seed and one fails. Return
-        both counts; 0: there is none. `trials` gets those that are complete with one seed."""
-        passed = failed = 0
+    def _bracket(self, hardware: str, most: int, trials: dict[int, Trial]) -> Search:
+        """Double or halve the catalogue until one passes with the first seed and one fails.
+        `trials` gets them."""
+        search = Search(self._attainment, most)
+        alone = self._wishes.seeds == 1
         count = min(len(self._models), most)
         while True:
-            self._expect(5, 3)
-            trial = self._try(hardware, count, seeds=1)
-            if self._wishes.seeds == 1:
-                trials[count] = trial
-            if trial.passed:
-                passed = count
-            else:
-                failed = count
-            if (passed and failed) or count == (most if passed else 1):
-                return passed, failed
-            count = min(2 * count, most) if passed else count // 2
+            self._expect(count, 1, [count] * 4)
+            trial = trials[count] = self._try(hardware, count, seeds=1, cut=not alone)
+            search.note(count, trial.attainment, passed=trial.passed, complete=alone)
+            if (search.passed and search.failed) or count == (most if trial.passed else 1):
+                return search
+            count = min(2 * count, most) if trial.passed else count // 2
 
-    def _expect(self, trials: int, singles: int = 0) -> None:
-        """Note how many simulations are to come: `trials` with all seeds, `singles` with one, and
-        those that follow the search."""
-        after = 4 + self._wishes.spare + 3 * self._wishes.layouts + self._base.slices.relays
-        self._left = singles + (trials + after) * self._wishes.seeds
+    def _expect(self, models: int, simulations: int, later: Sequence[int]) -> None:
+        """Note what is to come: a trial, `later` ones of so many models, and what follows the
+        search."""
+        wishes, last = self._wishes, later[-1] if later else models
+        self._of_trial = simulations
+        experiments = min(_EXPERIMENT_SEEDS, wishes.seeds) * 4
+        self._after_s = (
+            sum(self._time.of(count, wishes.seeds) for count in later)
+            + self._time.of(last, experiments)
+            + (wishes.spare + 3 * wishes.layouts + self._base.slices.relays)
+            * self._time.of(last, wishes.seeds)
+        )
 
-    def _ran(self, what: str) -> None:
+    def _ran(self, what: str, job: Simulated, done: SeedResult) -> None:
         self._done += 1
-        self._left = max(0, self._left - 1)
-        self._progress(what, self._done, self._left)
+        self._of_trial = max(0, self._of_trial - 1)
+        models = len(job.models)
+        if not done.cut:
+            self._time.note(models, done.took_s)
+        left_s = self._after_s + self._time.of(models, self._of_trial)
+        self._progress(what, self._done, left_s)
 
-    def _try(self, hardware: str, count: int, seeds: int | None = None) -> Trial:
-        trial = self._runner.run(hardware, grown(self._models, count), seeds=seeds)
+    def _try(
+        self, hardware: str, count: int, seeds: int | None = None, *, cut: bool = False
+    ) -> Trial:
+        models = grown(self._models, count)
+        trial = self._runner.run(hardware, models, seeds=seeds, cut=cut)
         self._trials.append(trial)
         return trial
 
@@ -218,9 +232,13 @@ class Planner:
 
     def _bottlenecks(self, trial: Trial) -> Iterator[Bottleneck]:
         models = grown(self._models, trial.models)
-        for what in could_bind(self._machine(trial.hardware), models):
-            result = self._runner.run(trial.hardware, models, more=what)
-            yield Bottleneck(what, result.attainment)
+        seeds = min(_EXPERIMENT_SEEDS, self._wishes.seeds)
+        before = mean(trial.shares[:seeds])
+        names = could_bind(self._machine(trial.hardware), models)
+        self._expect(trial.models, seeds * len(names), ())
+        found = self._runner.with_more(trial.hardware, models, names, seeds)
+        for what, attainment in zip(names, found, strict=True):
+            yield Bottleneck(what, attainment, before)
 
     def _machine(self, hardware: str) -> SimMachine:
         return build(hardware, self._base.slices, PRESETS[self._base.policy])
@@ -237,15 +255,6 @@ class Planner:
         price = self._wishes.gpu_month
         costs = (None, None) if price is None else (price * count, price * len(names))
         return Dedicated(count, len(names), *costs)
-
-
-def _stride(models: int) -> int:
-    return max(1, int(models * _CLOSE))
-
-
-def _beyond(models: int, most: int) -> int:
-    """Return the next larger catalogue to try; 0: there is none."""
-    return 0 if models >= most else min(most, models + max(1, models // 4))
 
 
 def other_layouts(hardware: str) -> list[str]:

@@ -42,6 +42,8 @@ def show(scenario: Scenario, plan: Plan, attainment: float) -> None:
 
 def _met(trial: Trial) -> str:
     """Return the share in time, and its interval where there is one."""
+    if trial.cut:
+        return "too few"
     if trial.seeds == 1:
         return f"{trial.attainment:.1%}"
     return f"{100 * trial.attainment:.1f} ± {100 * trial.plus_minus:.1f} %"
@@ -102,7 +104,11 @@ def _reason(plan: Plan, beyond: Trial) -> str:
     where = f"{beyond.hardware} with {beyond.models} models ({_met(beyond)} in time)"
     tried = ", ".join(f"{one.what} {one.attainment:.1%}" for one in plan.bottlenecks)
     binds = f"{plan.binds} binds" if plan.binds else "no single thing binds"
-    return f"On {where} {binds}. In time with half as much again of: {tried}."
+    line = f"On {where} {binds}."
+    if tried:
+        before = plan.bottlenecks[0].before
+        line += f" Its first seeds have {before:.1%} in time; with half as much again of: {tried}."
+    return line
 
 
 def _dedicated(found: Dedicated, best: Trial) -> str:

@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import mean, stdev
+from time import perf_counter
 
 from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.planning.bottleneck import RESOURCES
@@ -13,6 +14,7 @@ from c2cserve.sim.report import Report, in_time, on_pace, report
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.growing import GrowingLoad
 from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice, build
+from c2cserve.sim.world.requests import SimRequest, TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
 
 MORE = 1.5
@@ -21,8 +23,8 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for a two-sided interval of 95 %, by degrees of freedom from 1."""
 _T_MANY = 1.96
 
-Ran = Callable[[str], None]
-"""Is told what has been simulated, once a seed of it is done."""
+Ran = Callable[[str, "Simulated", "SeedResult"], None]
+"""Is told what has been simulated once a seed of it is done, and what that came to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Simulated:
     """The resource of which there is more (`bottleneck.RESOURCES`); "": none."""
     lost: int = 0
     """GPUs that are missing."""
+    enough: float = 0.0
+    """No more requests come once it is certain that a smaller share of all will be in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,9 @@ class SeedResult:
     asked: dict[str, int]
     """Requests of each model."""
     met: dict[str, int]
+    cut: bool
+    """It ended early (`Simulated.enough`)."""
+    took_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +103,24 @@ class Trial:
     misses: tuple[Miss, ...]
     """Those with most requests that are not in time come first."""
     passed: bool
+    shares: tuple[float, ...] = ()
+    """Share in time of each seed."""
+    cut: bool = False
+    """It ended early, because it could not pass any more. All figures are of what was simulated."""
 
 
 class Trials:
     """Runs trials of one scenario on an executor."""
 
     def __init__(
-        self, base: Scenario, attainment: float, seeds: int, executor: Executor | None, ran: Ran
-    ) -> None:
-        """`executor`: None runs one simulation after the other in this process."""
+        self, base: Scenario, attainment: float, seeds: int, executor: Executor | None, ran: Ran,
+        width: int = 1,
+    ) -> None:  # fmt: skip
+        """`executor`: None runs one simulation after the other in this process. `width`: how many
+        run on it at a time."""
         self._base, self._attainment = base, attainment
         self._seeds, self._executor, self._ran = seeds, executor, ran
+        self._width = width
 
     def of(self, base: Scenario) -> "Trials":
         """Return the same for another scenario."""
@@ -114,25 +128,50 @@ class Trials:
 
     def run(
         self, hardware: str, models: Sequence[SimModel], *, seeds: int | None = None,
-        more: str = "", lost: int = 0,
+        lost: int = 0, cut: bool = False,
     ) -> Trial:  # fmt: skip
-        """Simulate with the first `seeds` seeds; None: all. Raises ValueError (and its kinds)."""
-        first = self._base.seed
-        jobs = [
-            Simulated(_seeded(self._base, first + number), tuple(models), hardware, more, lost)
-            for number in range(self._seeds if seeds is None else seeds)
-        ]
-        what = f"{hardware}, {len(models)} models" + (f", more {more}" if more else "")
+        """Simulate with the first `seeds` seeds; None: all. `cut`: end the trial early once it
+        cannot pass any more. Raises ValueError (and its kinds)."""
+        seeds = self._seeds if seeds is None else seeds
+        enough = self._attainment if cut and seeds == 1 else 0.0
+        jobs = self._jobs(Simulated(self._base, tuple(models), hardware, "", lost, enough), seeds)
+        what = f"{hardware}, {len(models)} models"
         runs: list[SeedResult] = []
-        for done in self._map(jobs):
-            runs.append(done)
-            self._ran(what)
-        return self._trial(hardware, len(models), runs)
+        width = self._width if cut else seeds
+        for first in range(0, seeds, width):
+            runs += self._run(jobs[first : first + width], what)
+            left = seeds - len(runs)
+            if cut and sum(one.attainment for one in runs) + left < self._attainment * seeds:
+                break
+        return self._trial(hardware, len(models), runs, len(runs) < seeds)
 
-    def _map(self, jobs: Sequence[Simulated]) -> Iterator[SeedResult]:
-        return map(simulate, jobs) if self._executor is None else self._executor.map(simulate, jobs)
+    def with_more(
+        self, hardware: str, models: Sequence[SimModel], resources: Sequence[str], seeds: int
+    ) -> list[float]:
+        """Return the share in time with more of each resource, over the first `seeds` seeds. All
+        simulations run side by side. Raises ValueError (and its kinds)."""
+        base = Simulated(self._base, tuple(models), hardware)
+        jobs = [job for more in resources for job in self._jobs(replace(base, more=more), seeds)]
+        runs = list(self._run(jobs, f"{hardware}, {len(models)} models, more of a resource"))
+        shares = [one.attainment for one in runs]
+        return [mean(shares[at : at + seeds]) for at in range(0, len(shares), seeds)]
 
-    def _trial(self, hardware: str, models: int, runs: Sequence[SeedResult]) -> Trial:
+    def _jobs(self, job: Simulated, seeds: int) -> list[Simulated]:
+        first = self._base.seed
+        return [
+            replace(job, scenario=_seeded(self._base, first + number)) for number in range(seeds)
+        ]
+
+    def _run(self, jobs: Sequence[Simulated], what: str) -> Iterator[SeedResult]:
+        executor = self._executor
+        ran = map(simulate, jobs) if executor is None else executor.map(simulate, jobs)
+        for job, done in zip(jobs, ran, strict=True):
+            self._ran(what, job, done)
+            yield done
+
+    def _trial(
+        self, hardware: str, models: int, runs: Sequence[SeedResult], stopped: bool
+    ) -> Trial:
         shares = [one.attainment for one in runs]
         attainment = mean(shares)
         asked, met = Counter[str](), Counter[str]()
@@ -154,7 +193,9 @@ class Trials:
             attainment=attainment, plus_minus=half_interval(shares),
             ttft_p95_s=mean(one.ttft_p95_s for one in runs),
             tpot_p95_s=mean(one.tpot_p95_s for one in runs),
-            use=Utilization(**use), misses=tuple(misses), passed=attainment >= self._attainment,
+            use=Utilization(**use), misses=tuple(misses),
+            passed=attainment >= self._attainment and not stopped,
+            shares=tuple(shares), cut=stopped or any(one.cut for one in runs),
         )  # fmt: skip
 
 
@@ -190,18 +231,42 @@ def simulate(job: Simulated) -> SeedResult:
         machine = without_gpus(machine, job.lost)
     if job.more:
         machine = RESOURCES[job.more](machine, MORE)
+    began_s = perf_counter()
     requests = load_of(job.scenario).of(job.models)
-    simulation = prepare(job.scenario, job.models, requests, machine)
+    most_missed = int(len(requests) * (1.0 - job.enough))
+    ended: list[TrackedRequest] = []
+    coming = requests if not job.enough else _while_few_miss(requests, ended, most_missed)
+    simulation = prepare(job.scenario, job.models, coming, machine)
+    simulation.requests.ended = ended
     simulation.run()
     result = report(simulation)
     asked, met = Counter[str](), Counter[str]()
-    for one in simulation.requests.ended:
+    for one in ended:
         asked[one.request.model] += 1
-        met[one.request.model] += one.ending == "finished" and in_time(one) and on_pace(one)
+        met[one.request.model] += _met(one)
     return SeedResult(
         result.requests, result.slo_attainment, result.ttft.p95, result.tpot.p95,
         _use(result, machine, job.models), dict(asked), dict(met),
+        len(ended) < len(requests), perf_counter() - began_s,
     )  # fmt: skip
+
+
+def _met(one: TrackedRequest) -> bool:
+    return one.ending == "finished" and in_time(one) and on_pace(one)
+
+
+def _while_few_miss(
+    requests: Sequence[SimRequest], ended: Sequence[TrackedRequest], most: int
+) -> Iterator[SimRequest]:
+    """Yield requests until more than `most` of those that have `ended` were not in time."""
+    seen = missed = 0
+    for request in requests:
+        while seen < len(ended):
+            missed += not _met(ended[seen])
+            seen += 1
+        if missed > most:
+            return
+        yield request
 
 
 def gpus(machine: SimMachine) -> list[str]:
