@@ -58,7 +58,7 @@ class Destination:
 
 @dataclass(slots=True)
 class FleetPlacement:
-    """Chooses nodes. `nodes`: those that are up, by id; the policy changes it."""
+    """Chooses nodes. `nodes`: those that are up, by id, shared with the policy."""
 
     settings: FleetSettings
     nodes: dict[str, NodeBook]
