@@ -312,6 +312,7 @@ def on_ray(parts: list[str], runs: int, kinds: list[str] | None) -> dict[str, An
         if "catalogue" in parts:
             (folder / "many").mkdir()
             found["catalogue"] = catalogue(machines, 20 * runs, folder / "many")
+            print(found, file=sys.stderr)  # the other parts take long, and may fail
         with Front(machines.address, directory=folder / "pool") as front:
             front.wait_nodes(3, 300)
             if "latency" in parts:

@@ -181,6 +181,17 @@ def test_an_overload_of_one_model_displaces_no_other_while_its_nodes_are_in_time
     assert {node for nodes in there.sent.values() for node in nodes} == {"n0"}
 
 
+def test_a_late_model_displaces_others_only_when_it_would_miss_its_target() -> None:
+    """Slow nodes are late at once. Were each late request to make a copy, none would stay held."""
+    rates = {"a": 0.05, "b": 0.05, "c": 0.05}
+    there = full(rates, {"n0": ("a",), "n1": ("b",), "n2": ("c",)})
+    for book in there.policy._nodes.values():
+        book.token_s = 0.1
+    for number in range(2):  # 1 and 1.3 s are expected, the target is 2 s
+        there.arrive(f"r{number}", "a", 10)
+    assert {node for nodes in there.sent.values() for node in nodes} == {"n0"}
+
+
 def test_requests_of_a_lost_node_continue_elsewhere() -> None:
     there = world()
     there.arrive("r", "m0", 100)

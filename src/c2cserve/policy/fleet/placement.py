@@ -58,7 +58,7 @@ class Destination:
 
 @dataclass(slots=True)
 class FleetPlacement:
-    """Chooses nodes. `nodes`: those that are up, by id; the policy changes it."""
+    """Chooses nodes. `nodes`: those that are up, by id, shared with the policy."""
 
     settings: FleetSettings
     nodes: dict[str, NodeBook]
@@ -98,9 +98,11 @@ class FleetPlacement:
         closed.update(book.node.id for book in holders)
         new = self.newcomer(spec, closed, now)
         if new is not None and found is not None:
-            late_s = new.first_token_s(request, spec, 0, now)
-            late_s += self.pools.displacement_s(new, spec, now)
-            new = new if late_s < found[0] else None
+            displacement_s = self.pools.displacement_s(new, spec, now)
+            # A copy takes the place of other models only if the target would be missed.
+            worth = not displacement_s or found[0] > request.slo.ttft_s
+            late_s = new.first_token_s(request, spec, 0, now) + displacement_s
+            new = new if worth and late_s < found[0] else None
         if new is not None:
             return Destination(new.node.id, 0)
         return None if found is None else found[1]
