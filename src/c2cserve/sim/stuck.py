@@ -1,4 +1,4 @@
-"""The invariant that every request ends. It stands apart: mypyc compiles no kind of AssertionError."""
+"""The invariant that every request ends. (mypyc compiles no kind of AssertionError.)"""
 
 
 class Stuck(AssertionError):
