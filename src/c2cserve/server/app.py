@@ -17,11 +17,11 @@ from starlette.responses import Response
 from c2cserve import __version__
 from c2cserve.core.model import ModelStatus
 from c2cserve.runtime.gateway import Gateway, ModelFiles, Refused, Superseded
+from c2cserve.server.access.cache_salts import cache_group
 from c2cserve.server.access.gate import Gate, rate_headers
 from c2cserve.server.access.keyring import CHALLENGES, Key, basic_password, bearer, key_header
 from c2cserve.server.access.usage import as_csv
 from c2cserve.server.bodies import Bodies
-from c2cserve.server.cache_salts import cache_group
 from c2cserve.server.connections import Connections
 from c2cserve.server.dashboard.feed import Feed
 from c2cserve.server.dashboard.live import LiveState, TickTap

@@ -12,7 +12,7 @@ import msgspec
 
 from c2cserve.core.request import Job, Request, Slo
 from c2cserve.runtime.gateway import Gateway, ModelFiles
-from c2cserve.server.cache_salts import CacheSalts
+from c2cserve.server.access.cache_salts import CacheSalts
 from c2cserve.server.errors import ApiError
 from c2cserve.server.model_names import unknown_model
 from c2cserve.server.settings import RequestLimits

@@ -7,7 +7,7 @@ import openai
 import pytest
 from served import BYTE, Served, make_gateway
 
-from c2cserve.server.cache_salts import CacheSalts, cache_group, request_salt
+from c2cserve.server.access.cache_salts import CacheSalts, cache_group, request_salt
 from c2cserve.server.settings import AccessSettings, ServerSettings
 
 PROMPT = "the same words in every request " * 4

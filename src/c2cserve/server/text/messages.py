@@ -59,7 +59,7 @@ class TextRequest(msgspec.Struct, tag=True):
     """A version whose tokenizer is loaded; None: validate only."""
     limits: RequestLimits
     cache_salt: bytes = b""
-    """The salt of the request's cache group (server/cache_salts.py)."""
+    """The salt of the request's cache group (server/access/cache_salts.py)."""
 
 
 class ModelOpened(msgspec.Struct, tag=True):

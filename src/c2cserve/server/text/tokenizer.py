@@ -177,7 +177,7 @@ class Tokenizer(Vocabulary):
 
     def prefix_hashes(self, tokens: list[int], salt: bytes = b"") -> tuple[int, ...]:
         """Return a chained 64-bit hash per full block. Hashes are equal for equal prefixes of the
-        same model and `salt` (server/cache_salts.py), and for nothing else."""
+        same model and `salt` (server/access/cache_salts.py), and for nothing else."""
         data = array("I", tokens).tobytes()
         size, digest = BLOCK_TOKENS * 4, hashlib.blake2b(self._salt + salt, digest_size=16).digest()
         hashes: list[int] = []

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from c2cserve.core.request import Sampling
-from c2cserve.server.cache_salts import request_salt
+from c2cserve.server.access.cache_salts import request_salt
 from c2cserve.server.doors.readers import READERS
 from c2cserve.server.doors.translation import Translated
 from c2cserve.server.errors import ApiError
