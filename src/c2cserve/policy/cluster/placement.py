@@ -196,22 +196,7 @@ def place(
     roomy = _first_in_time(ask, here, ROOMY)
     if roomy is not None:
         return roomy
-    moves = [
-        move for load in others if not load.requests
-        and (move := _activation(ask, load)) is not None
-    ]  # fmt: skip
-    # Over the link that streams least first: interference grows with that (C2CServe 3.3.1).
-    streamed = defaultdict[str, int](int)
-    for load in others if len(moves) > 1 else ():
-        streamed[load.slice.link] += budgets.link_bytes_per_s(load)
-    idle = [
-        (
-            move.load.slice.kind != "cpu", move.cost, streamed[move.load.slice.link],
-            len(move.load.active), move.load.slice.id, move,
-        )
-        for move in moves
-    ]  # fmt: skip
-    heapify(idle)
+    idle = _idle(ask, others)
     first = idle[0][-1] if idle else None
     if runs and first is not None and budgets.displaces(ask, first.load):
         # A second instance must not displace weights while the first is in time.
@@ -235,6 +220,30 @@ def place(
     if first is not None:
         return first.placement()
     return _first_in_time(ask, here, 1.0, late=True) or _busy(ask, slices, others, late=True)
+
+
+def _idle(
+    ask: Ask, others: Sequence[SliceLoad]
+) -> list[tuple[bool, Cost, int, int, str, Activation]]:
+    """Return the slices without requests that the model can be activated on, as a heap: CPUs
+    first, then the cheapest."""
+    moves = [
+        move for load in others if not load.requests
+        and (move := _activation(ask, load)) is not None
+    ]  # fmt: skip
+    # Over the link that streams least first: interference grows with that (C2CServe 3.3.1).
+    streamed = defaultdict[str, int](int)
+    for load in others if len(moves) > 1 else ():
+        streamed[load.slice.link] += ask.budgets.link_bytes_per_s(load)
+    idle = [
+        (
+            move.load.slice.kind != "cpu", move.cost, streamed[move.load.slice.link],
+            len(move.load.active), move.load.slice.id, move,
+        )
+        for move in moves
+    ]  # fmt: skip
+    heapify(idle)
+    return idle
 
 
 def place_owed(

@@ -127,8 +127,10 @@ class Planner:
         self._time = TimeLeft(width)
         self._done = self._of_trial = 0
         """Simulations that have ended, and those of this trial that are to come."""
-        self._after_s = 0.0
-        """Seconds of what follows this trial."""
+        self._after: list[tuple[int, int]] = []
+        """Models and simulations of what follows this trial."""
+        self._others = self._wishes.spare + 3 * self._wishes.layouts + base.slices.relays
+        """Trials to come that the wishes ask for."""
 
     def smallest_machine(self, machines: Sequence[str]) -> Plan:
         """Try `machines`, given from small to large, until one passes.
@@ -170,26 +172,25 @@ class Planner:
                 return search
             count = min(2 * count, most) if trial.passed else count // 2
 
-    def _expect(self, models: int, simulations: int, later: Sequence[int]) -> None:
-        """Note what is to come: a trial, `later` ones of so many models, and what follows the
-        search."""
-        wishes, last = self._wishes, later[-1] if later else models
+    def _expect(
+        self, models: int, simulations: int, later: Sequence[int] = (), *, searching: bool = True
+    ) -> None:
+        """Note what is to come: a trial, `later` ones of so many models, experiments after a
+        search, and what else was asked for."""
+        seeds, last = self._wishes.seeds, later[-1] if later else models
         self._of_trial = simulations
-        experiments = min(_EXPERIMENT_SEEDS, wishes.seeds) * 4
-        self._after_s = (
-            sum(self._time.of(count, wishes.seeds) for count in later)
-            + self._time.of(last, experiments)
-            + (wishes.spare + 3 * wishes.layouts + self._base.slices.relays)
-            * self._time.of(last, wishes.seeds)
-        )
+        self._after = [(count, seeds) for count in later] + [(last, seeds)] * self._others
+        if searching:
+            self._after.append((last, min(_EXPERIMENT_SEEDS, seeds) * 4))
 
     def _ran(self, what: str, job: Simulated, done: SeedResult) -> None:
         self._done += 1
         self._of_trial = max(0, self._of_trial - 1)
         models = len(job.models)
-        if not done.cut:
+        if not done.cut or self._done == 1:
             self._time.note(models, done.took_s)
-        left_s = self._after_s + self._time.of(models, self._of_trial)
+        left_s = self._time.of(models, self._of_trial)
+        left_s += sum(self._time.of(count, simulations) for count, simulations in self._after)
         self._progress(what, self._done, left_s)
 
     def _try(
@@ -204,6 +205,8 @@ class Planner:
 
     def _plan(self, best: Trial | None, beyond: Trial | None) -> Plan:
         trials = tuple(self._trials)
+        names = other_layouts(best.hardware) if best and self._wishes.layouts else []
+        self._others = len(names) + bool(best and self._wishes.spare) + self._base.slices.relays
         bottlenecks = () if beyond is None else tuple(self._bottlenecks(beyond))
         found = Plan(trials, best, beyond, bottlenecks, self._grows)
         if best is None:
@@ -211,10 +214,12 @@ class Planner:
         models = grown(self._models, best.models)
         machine = self._machine(best.hardware)
         layouts: list[Trial] = []
-        for name in other_layouts(best.hardware) if self._wishes.layouts else ():
+        for name in names:
+            self._another(best.models)
             layouts.append(self._runner.run(name, models))
         spare = None
         if self._wishes.spare and len(gpus(machine)) > 1:
+            self._another(best.models)
             spare = self._runner.run(best.hardware, models, lost=1)
         return replace(
             found, layouts=tuple(layouts), spare=spare,
@@ -227,15 +232,21 @@ class Planner:
     ) -> Trial | None:
         if not any(one.relays for one in machine.slices):
             return None
+        self._another(len(models))
         base = replace(self._base, slices=replace(self._base.slices, relays=False))
         return self._runner.of(base).run(hardware, models)
+
+    def _another(self, models: int) -> None:
+        """Note that one of the trials begins that the wishes ask for."""
+        self._others -= 1
+        self._expect(models, self._wishes.seeds, searching=False)
 
     def _bottlenecks(self, trial: Trial) -> Iterator[Bottleneck]:
         models = grown(self._models, trial.models)
         seeds = min(_EXPERIMENT_SEEDS, self._wishes.seeds)
         before = mean(trial.shares[:seeds])
         names = could_bind(self._machine(trial.hardware), models)
-        self._expect(trial.models, seeds * len(names), ())
+        self._expect(trial.models, seeds * len(names), searching=False)
         found = self._runner.with_more(trial.hardware, models, names, seeds)
         for what, attainment in zip(names, found, strict=True):
             yield Bottleneck(what, attainment, before)
