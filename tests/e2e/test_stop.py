@@ -16,7 +16,10 @@ class Listening(ServerProcess):
     """Handed over when it listens, before any of its workers is up."""
 
     def wait_ready(self, timeout_s: float = 200) -> None:
-        wait_until(lambda: " models, " in self.log.read_text(), timeout_s, "listening", 0.01)
+        wait_until(
+            lambda: self.log.exists() and " models, " in self.log.read_text(), timeout_s,
+            "listening", 0.01,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [ServerProcess, Listening], ids=["idle", "starting"])

@@ -35,8 +35,8 @@ def profile(
         bool, typer.Option("--gpu-relays", help="Measure paths over several GPUs' links, too.")
     ] = False,
 ) -> None:
-    """Measure links, memory and GEMMs of this machine's GPU, in under 3 minutes, into a file, and
-    the paths of all GPUs into another one beside it.
+    """Measure links, memory and GEMMs of this machine's GPU, in under 3 minutes, into a file.
+    The paths of all GPUs go into another one beside it.
 
     Nothing else should run on it meanwhile. A measurement that fails, or hangs, is left out and
     named at the end.

@@ -61,10 +61,10 @@ def top(
     from rich.live import Live
 
     samples: deque[Sample] = deque([_sample(url, key)])
-    draw = partial(frame, url, slices=not cluster)
+    shown = partial(frame, url, slices=not cluster)
     with (
         quit_key() as quits,
-        Live(draw(*[samples[0]] * 3), screen=True, auto_refresh=False) as screen,
+        Live(shown(*[samples[0]] * 3), screen=True, auto_refresh=False) as screen,
     ):
         while not quits(every):
             try:
@@ -75,7 +75,7 @@ def top(
             while samples[-1].at_s - samples[0].at_s > _WINDOW_S:
                 samples.popleft()
             before = samples[max(0, len(samples) - 4)]
-            screen.update(draw(samples[0], before, samples[-1]), refresh=True)
+            screen.update(shown(samples[0], before, samples[-1]), refresh=True)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""On which NUMA nodes a slice's reader is, and so where the pool's segments should lie."""
+"""The NUMA nodes of slices' readers, and so where the pool's segments should lie."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""On which NUMA nodes the pages of a file in shared memory lie.
+"""The NUMA nodes on which the pages of a file in shared memory lie.
 
-The kernel keeps a policy with such a file, whoever takes its pages later. It is set by `mbind` on a
-mapping of the file. The system call is made as it is: there need not be a libnuma.
+The kernel keeps a policy with such a file, for all that take its pages later. It is set by `mbind`
+on a mapping of the file. The system call is made as it is: there need not be a libnuma.
 """
 
 import ctypes

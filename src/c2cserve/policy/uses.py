@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-_KEPT = 16
+_USES = 16
 """Uses that a rate is estimated from: it errs by a quarter, and follows when traffic changes."""
 _LOAD_BYTES_PER_S = 1e9
 """How fast weights are believed to be loaded. Uses within one load count once."""
@@ -15,12 +15,12 @@ class Uses:
 
     What a missing model costs is a load at its next use. So the models to keep are those that are
     used most often, not those that were used last. Among models asked for at random, keeping the
-    last ones misses a third more often. The estimate has no time constant: it is the number of
+    last ones misses a third more often. The estimate has no time constant. It is the number of
     uses since the oldest of the last 16, over the time since then (the rule LRU-K, K = 16).
     Requests that would have waited for the same load are one use, so a burst counts little."""
 
     apart_s: float
-    times_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=_KEPT))
+    times_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=_USES))
 
     @staticmethod
     def of(weight_bytes: int) -> "Uses":

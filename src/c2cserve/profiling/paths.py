@@ -82,8 +82,9 @@ def _over(rig: PathRig, links: int, settings: Settings) -> Rates:
 
 
 def _small(rig: PathRig, base: Settings) -> tuple[int, int, int]:
-    """Return the CTAs of the kernel, and the sizes below which it carries segments in and out: up
-    to the first one at which it is not faster. Both ways are at work, as in a rotation of KV."""
+    """Return the CTAs of the kernel, and the sizes below which it carries segments in and out.
+    They end at the first one at which it is not faster. Both ways are at work, as in a rotation of
+    KV."""
 
     def seconds(kib: int, ways: Sequence[Way], ctas: int) -> float:
         limits = {f"kernel_{way}_bytes": _ALL for way in ways}

@@ -35,7 +35,7 @@ class MachinePlan:
     """How a server uses its machine."""
 
     slices: Sequence[Slice]
-    """With the speed of their links."""
+    """They have the speed of their links."""
     pool_bytes: int
     """The budget of the pool."""
     pool_nodes: tuple[int, ...]
@@ -61,7 +61,8 @@ def plan_machine(wishes: SliceWishes, pool_dir: Path, pool_bytes: int | None) ->
     slices = with_links(slices, machine.gpus)
     slices = with_nodes(slices, find_gpu_nodes(find_nvml(), machine.gpus))
     nodes = reader_nodes(machine, slices)
-    log.info("NUMA: %s", show_nodes(machine, nodes))
+    if nodes:
+        log.info("NUMA: %s", show_nodes(machine, nodes))
     if pool_bytes is None:
         paused = sum(one.host_kv_bytes for one in slices)
         pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)

@@ -46,7 +46,7 @@ class Settings:
     """Micro-tasks outstanding on a link at a time."""
     one_path_bytes: int = 12 << 20
     """Transfers up to this size take the direct path only, as one copy outside of the queues."""
-    batch_bytes: int = 1 << 20
+    batch_bytes: int = 8 << 20
     """Segments of a direct micro-task that are shorter on average are described to the copy engine
     in one call, others in a call each."""
     kernel_in_bytes: int = 0

@@ -12,18 +12,19 @@ from c2cserve.bench.loadgen_reply import Record
 def test_phases_of_a_real_server(tmp_path: Path) -> None:
     out = tmp_path / "beside.json"
     stream_beside.main(
-        ["--cpu", "--near", "tiny-llama", "--far", "tiny-tied", "--tokens", "60", "--prompt", "8",
-         "--output", "6", "--work", str(tmp_path), "--out", str(out)]
+        ["--cpu", "--near", "tiny-llama", "--far", "tiny-tied", "--tokens", "300", "--prompt", "8",
+         "--output", "24", "--work", str(tmp_path), "--out", str(out)]
     )  # fmt: skip
     results = json.loads(out.read_text())["results"]
-    assert results["near_alone"]["gaps"] == 8 * 5
-    assert results["far_alone"]["gaps"] == 60 // 5 - 1
+    # A server that is late sends several tokens at a time.
+    assert 0 < results["near_alone"]["gaps"] <= 8 * 23
+    assert 0 < results["far_alone"]["gaps"] <= 300 // 5 - 1
     for phase in ("near_beside", "far_beside"):
         assert 0 < results[phase]["p50_ms"] <= results[phase]["p99_ms"] <= results[phase]["max_ms"]
     ratios = results["ratios"]
     want = results["near_beside"]["p99_ms"] / results["near_alone"]["p99_ms"]
     assert ratios["near"]["p99_ms"] == pytest.approx(want)
-    assert results["far_beside"]["tokens"] == 60
+    assert results["far_beside"]["tokens"] == 300
     assert not results["far_beside"]["cut"]
     assert "ms_per_gb" not in ratios["far"], "a CPU's weights stream over no link"
 

@@ -49,4 +49,4 @@ def test_plan_writes_lines_where_there_is_no_terminal(
         progress("gh200:mig7, 8 models", 1, 3)
         progress("gh200:mig7, 8 models", 2, 2)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "2 of 4 simulations, about 0 s left: gh200:mig7, 8 models"
+    assert lines[-1] == "2 simulations, about 2 s left: gh200:mig7, 8 models"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from descriptors import no_descriptors
 
-from c2cserve.processes.ahead import Ahead
+from c2cserve.processes.prestarted import Prestarted
 from c2cserve.server.settings import TextSettings
 from c2cserve.server.text.start import TEXT_PROCESSES
 from c2cserve.serving.controller.probe_start import PROBES
@@ -194,7 +194,7 @@ def test_a_server_starts_ahead_what_it_needs_for_its_first_token() -> None:
 
 def test_a_child_that_was_started_ahead_serves_equal_arguments_only() -> None:
     started: list[int] = []
-    ones = Ahead(lambda size: started.append(size) or len(started))  # type: ignore[func-returns-value]
+    ones = Prestarted(lambda size: started.append(size) or len(started))  # type: ignore[func-returns-value]
     ones.prestart(8)
     assert ones.take(4) == 2
     assert ones.take(8) == 1

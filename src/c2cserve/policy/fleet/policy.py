@@ -50,7 +50,7 @@ class FleetPolicy:
         """Requests that are on no node, oldest first."""
         self._prefixes = CachedPrefixes(self._settings.prefix_blocks)
         self._loads: dict[str, LoadTime] = {}
-        """By the kind of nodes."""
+        """The keys are kinds of nodes."""
         self._pools = Pools(self._models)
         self._placement = FleetPlacement(self._settings, self._nodes, self._prefixes, self._pools)
         self._copies = Copies(self._placement, self._models)

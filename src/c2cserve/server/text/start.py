@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from c2cserve.processes.ahead import Ahead
+from c2cserve.processes.prestarted import Prestarted
 from c2cserve.runtime.environment import child_environment
 
 # A tokenizer's own threads would fight the slices for their cores.
@@ -37,4 +37,4 @@ def _start(memory_bytes: int) -> StartedText:
     return StartedText(process, end)
 
 
-TEXT_PROCESSES = Ahead(_start)
+TEXT_PROCESSES = Prestarted(_start)

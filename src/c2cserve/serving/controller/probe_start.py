@@ -4,7 +4,7 @@ ahead."""
 import subprocess
 import sys
 
-from c2cserve.processes.ahead import Ahead
+from c2cserve.processes.prestarted import Prestarted
 from c2cserve.runtime.environment import child_environment
 
 
@@ -16,4 +16,4 @@ def _start() -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-PROBES = Ahead(_start)
+PROBES = Prestarted(_start)

@@ -3,7 +3,7 @@ line starts it ahead of its imports (serving/prestart.py)."""
 
 import sys
 
-from c2cserve.processes.ahead import Ahead
+from c2cserve.processes.prestarted import Prestarted
 from c2cserve.runtime.environment import child_environment
 from c2cserve.serving.ipc.forks import ForkServer
 
@@ -17,4 +17,4 @@ def _start() -> ForkServer:
     return ForkServer(FORK_SERVER, child_environment(**ONE_THREAD))
 
 
-FORK_SERVERS = Ahead(_start)
+FORK_SERVERS = Prestarted(_start)

@@ -33,7 +33,7 @@ _EXPERIMENT_SEEDS = 2
 
 Progress = Callable[[str, int, float], None]
 """Receives what was simulated, how many simulations have ended, and the seconds that those to come
-will take (`TimeLeft`): the trials of a search are guessed."""
+will take (`TimeLeft`). The trials of a search are guessed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,8 @@ class Compute:
         """`cache` holds weights that stream; None: all are in the slice's memory.
 
         `finished` is called for sequences with all their output, before the policy is notified of
-        the step's end. `lasting` returns the seconds of a step that begins now, but for its link,
-        of those that it takes alone and with all of its kernels launched."""
+        the step's end. `lasting` returns the seconds of a step that begins now, but for its link.
+        It is given those that it takes alone, and with all of its kernels launched."""
         self.use = use
         self._lasting = lasting
         self.alphas: dict[str, float] = {}

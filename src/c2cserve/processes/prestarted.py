@@ -12,7 +12,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Ahead(Generic[P, T]):
+class Prestarted(Generic[P, T]):
     """Starts children of one kind, some of them ahead. Used by one thread at a time."""
 
     def __init__(self, start: Callable[P, T]) -> None:
