@@ -136,9 +136,11 @@ def test_a_prepared_request_that_is_late_is_refused_in_an_overload_only() -> Non
 @given(st.lists(st.booleans(), max_size=400))
 def test_the_share_stays_within_its_bounds(lates: list[bool]) -> None:
     share = InTimeShare()
-    for number, late in enumerate(lates):
-        share.note(late=late, arrived_s=float(number), now=float(number))
+    for late in lates:
+        before = share.value
+        share.note(late=late)
         assert share.least <= share.value <= share.most
+        assert share.value <= before if late else share.value >= before
 
 
 @given(st.floats(0.1, 0.6), st.integers(0, 1000))
@@ -146,25 +148,13 @@ def test_the_share_stays_within_its_bounds(lates: list[bool]) -> None:
 def test_the_share_finds_how_long_may_be_waited(unseen: float, seed: int) -> None:
     """Each request takes as long as it was let in for, and an unseen time beside it."""
     share, random = InTimeShare(), Random(seed)
-    late, values = 0, 0.0
+    late = 0
     for number in range(6000):
-        took_s = share.value + random.gauss(unseen, 0.05)
-        share.note(late=took_s > 1.0, arrived_s=number - took_s, now=float(number))
-        if number >= 1000:
-            late, values = late + (took_s > 1.0), values + share.value
-    assert late / 5000 < 0.06
-    assert values / 5000 > min(share.most, 1.0 - unseen) - 0.25
-
-
-def test_one_queue_that_was_too_long_does_not_take_all_of_the_share() -> None:
-    """A thousand requests arrived before the first of them was late."""
-    share = InTimeShare()
-    for number in range(1000):
-        share.note(late=True, arrived_s=0.001 * number, now=1.5 + 0.01 * number)
-    assert share.value == 0.25
-    for number in range(1000):
-        share.note(late=False, arrived_s=12.0 + 0.02 * number, now=12.3 + 0.02 * number)
-    assert share.value > 0.5, "it is found again within seconds"
+        was_late = share.value + random.gauss(unseen, 0.05) > 1.0
+        share.note(late=was_late)
+        late += was_late and number >= 1000
+    assert late / 5000 < 0.04
+    assert share.value > min(share.most, 1.0 - unseen) - 0.3
 
 
 def test_retries_are_spread_evenly() -> None:

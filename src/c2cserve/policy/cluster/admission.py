@@ -190,8 +190,7 @@ class Admission:
         self._starts.started(slice_id, after_s / request.slo.ttft_s, sent_s)
         self._begun[request_id] = request, sent_s, request.arrival_s + after_s
         if self.overload and not request.sent:
-            first_s = request.arrival_s + after_s
-            self.share.note(late=late, arrived_s=request.arrival_s, now=first_s)
+            self.share.note(late=late)
 
     def begin(self, now: float) -> None:
         """Note which waiting requests have become late, before new ones are looked at."""
