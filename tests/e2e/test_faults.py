@@ -124,11 +124,14 @@ def test_workers_die_with_the_server_and_the_next_start_cleans_up(tmp_path: Path
     assert second.leftovers() == []
 
 
-def test_health_follows_the_controller(single: ServerProcess) -> None:
-    assert single.get("/health")[0] == 200
-    assert single.get("/ready")[0] == 200
-    with paused([single.fork_server_pid()]):  # no worker takes its place meanwhile
-        os.kill(single.worker_pids()[0], signal.SIGKILL)
-        wait_until(lambda: single.get("/ready")[0] == 503, 60, "not ready without a slice")
-        assert single.get("/health")[0] == 200
-    wait_until(lambda: single.get("/ready")[0] == 200, 60, "ready again")
+def test_health_follows_the_controller(tmp_path: Path) -> None:
+    """On a server of its own: after several deaths a slice's next start is delayed, and /health
+    says so."""
+    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
+        assert server.get("/health")[0] == 200
+        assert server.get("/ready")[0] == 200
+        with paused([server.fork_server_pid()]):  # no worker takes its place meanwhile
+            os.kill(server.worker_pids()[0], signal.SIGKILL)
+            wait_until(lambda: server.get("/ready")[0] == 503, 60, "not ready without a slice")
+            assert server.get("/health")[0] == 200
+        wait_until(lambda: server.get("/ready")[0] == 200, 60, "ready again")
