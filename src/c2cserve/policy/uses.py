@@ -3,9 +3,11 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+from c2cserve.core.model import ModelSpec
+
 _USES = 16
 """Uses that a rate is estimated from: it errs by a quarter, and follows when traffic changes."""
-_LOAD_BYTES_PER_S = 1e9
+LOAD_BYTES_PER_S = 1e9
 """How fast weights are believed to be loaded. Uses within one load count once."""
 
 
@@ -24,7 +26,7 @@ class Uses:
 
     @staticmethod
     def of(weight_bytes: int) -> "Uses":
-        return Uses(weight_bytes / _LOAD_BYTES_PER_S)
+        return Uses(weight_bytes / LOAD_BYTES_PER_S)
 
     def note(self, now: float) -> None:
         if not self.times_s or now - self.times_s[-1] >= self.apart_s:
@@ -40,3 +42,11 @@ class Uses:
         if not self.times_s:
             return 0.0
         return len(self.times_s) / max(1e-3, now - self.times_s[0], self.apart_s)
+
+
+def note_use(uses: dict[str, Uses], model: ModelSpec, now: float) -> None:
+    """Note a use of a model, of which there may be none yet."""
+    found = uses.get(model.id)
+    if found is None:
+        found = uses[model.id] = Uses.of(model.weight_bytes)
+    found.note(now)

@@ -7,10 +7,8 @@ from zlib import crc32
 from c2cserve.core.fleet import FleetNode, NodeReport
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
-from c2cserve.policy.uses import Uses
+from c2cserve.policy.uses import LOAD_BYTES_PER_S, Uses, note_use
 
-_LOAD_BYTES_PER_S = 1e9
-"""How fast nodes are believed to load weights until they have loaded some."""
 PROMPT_TOKEN_S = 1e-4
 """What a prompt token is believed to cost until a node has answered."""
 _LEARNING = 0.2
@@ -37,7 +35,8 @@ class LoadTime:
     One node's loads are too few, and seen too late, to tell it from others. Differences that are
     only noise would send all models to one node."""
 
-    bytes_per_s: float = _LOAD_BYTES_PER_S
+    bytes_per_s: float = LOAD_BYTES_PER_S
+    """Believed until they have loaded some."""
 
     def of(self, spec: ModelSpec) -> float:
         return _LOAD_S + spec.weight_bytes / max(1.0, self.bytes_per_s)
@@ -179,10 +178,7 @@ class NodeBook:
         work_tokens = self.queued_tokens / max(1, self.node.slices) + computed
         self.sent[request.id] = _Sent(spec.id, now, computed, work_tokens, spec.id in self.held)
         self.queued_tokens += computed
-        uses = self.uses.get(spec.id)
-        if uses is None:
-            uses = self.uses[spec.id] = Uses.of(spec.weight_bytes)
-        uses.note(now)
+        note_use(self.uses, spec, now)
 
     def begun(self, request_id: str, now: float) -> None:
         """Note a request's first token."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from c2cserve.core.fleet import NodeReport
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.fleet.nodes import NodeBook
-from c2cserve.policy.uses import Uses
+from c2cserve.policy.uses import Uses, note_use
 
 _NO_ROOM_S = 10.0
 """What a node costs whose models are all in use: one of them must become idle first."""
@@ -67,10 +67,7 @@ class Pools:
         """Note a request, after its node was chosen."""
         if not self._uses:
             self._began_s = now
-        uses = self._uses.get(spec.id)
-        if uses is None:
-            uses = self._uses[spec.id] = Uses.of(spec.weight_bytes)
-        uses.note(now)
+        note_use(self._uses, spec, now)
 
     def forget(self, model: str) -> None:
         self._uses.pop(model, None)

@@ -41,8 +41,9 @@ class OutputStream:
 def _continues(delta: Delta) -> bool:
     """Return whether a delta may be told together with the one before it. An error may not: a
     client gets the tokens before it first. What stops with a token must have it."""
-    whole = delta.finish in (None, FinishReason.LENGTH) or delta.tokens
-    return delta.timing is None and bool(whole) and delta.finish is not FinishReason.ERROR
+    if delta.timing is not None or delta.finish is FinishReason.ERROR:
+        return False
+    return delta.finish is not FinishReason.STOP or bool(delta.tokens)
 
 
 def _joined(first: Delta, then: Delta) -> Delta:
