@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from c2cserve.core.events import StepParked
 from c2cserve.core.request import FinishReason, Sampling
+from c2cserve.engine.gpu import row_padding
 from c2cserve.engine.gpu.layers import handle_of
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import Sampler
@@ -112,6 +113,36 @@ def test_the_executor_answers_as_on_cpus(tmp_path: Path, case: str) -> None:
         answers.append({name: lane.tokens(name) for name in ("greedy", "drawn", "told")})
         assert len(lane.of("told")[1].logprobs[0].top) == 3
     assert answers[0] == answers[1]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding rows may be anything
+@pytest.mark.parametrize("case", ["qwen2-window", "qwen3-moe"])
+def test_padding_rows_change_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """A prompt and a decode step share a batch whose rows are padded, and whose experts are not."""
+    make(tmp_path, case)
+    answers: list[list[Tensor]] = []
+    met: list[int] = []
+
+    def eights(count: int) -> int:
+        met.append(count)
+        return -(-count // 8) * 8
+
+    ours = Ours(tmp_path, ops=gpu_ops())
+    for a, b, padded in ((0, 1, lambda count: count), (2, 3, eights)):
+        monkeypatch.setattr(row_padding, "padded_rows", padded)
+        first, _ = ours.step([(a, PROMPT[:5], 0), (b, PROMPT[:2], 0)])
+        second, beside = ours.step([(a, PROMPT[5:11], 5), (b, [7], 2)])
+        answers.append([first, second, beside])
+    assert met == [7, 7]
+    for plain, wide in zip(*answers, strict=True):
+        assert torch.equal(plain, wide)
+
+
+@pytest.mark.parametrize(("count", "rows"), [(64, 64), (65, 128), (512, 512), (1100, 1152)])
+def test_long_steps_have_few_numbers_of_rows(count: int, rows: int) -> None:
+    assert row_padding.padded_rows(count) == rows
 
 
 def test_prompt_logprobs(tmp_path: Path) -> None:

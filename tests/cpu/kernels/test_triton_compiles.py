@@ -61,7 +61,7 @@ for tokens in (1, 2, 5, 16, 4096):
     copy_small(zeros(tokens, dtype=torch.int32), zeros(tokens, dtype=torch.int32))
     elementwise.embed(zeros(7, 3072), zeros(tokens, dtype=torch.int32), cpu)
     places = zeros(tokens, 8, dtype=torch.int64)
-    elementwise.combine(x, places, zeros(tokens, 8, dtype=torch.float32))
+    elementwise.combine(x, places, zeros(tokens, 8, dtype=torch.float32), tokens)
     greedy(zeros(min(tokens, 17), 32000))
     few = min(tokens, 5)
     rows = TokenRows(ints(*range(few)), ints(*range(few + 1)), ints(*range(few)),

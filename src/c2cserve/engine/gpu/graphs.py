@@ -17,7 +17,7 @@ for a while.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from c2cserve.engine.gpu.graph_cache import GraphCache, GraphKey, bucket
 from c2cserve.engine.gpu.graph_pool import Captured, CaptureError, GraphPool
 from c2cserve.engine.gpu.layers import GpuLayer, SparseHalf
+from c2cserve.engine.gpu.row_padding import Launch, run_padded
 from c2cserve.engine.gpu.tables import (
     GraphBinding,
     ModelTables,
@@ -47,7 +48,6 @@ _TOKENS_MOST = 8 << 20
 """Rows times context of a graph. With 32 heads of 128, attention's scratch takes 65 bytes for each,
 544 MB at most. Only batches of very unequal contexts are larger."""
 
-Launch = Callable[[Tensor, Sequence[GpuLayer], TokenRows, Rope, Tensor], Tensor]
 """`GpuOps` launching layers one by one: hidden, layers, rows, rope, arena. Its result is still to
 be added to hidden."""
 
@@ -145,7 +145,7 @@ class DecodeGraphs:
             repeated = model is not None and key is not None and _repeated(key, model)
             self._launch_padded(step, repeated=repeated)
         else:
-            hidden += self._launch(hidden, step.layers, rows, rope, arena)
+            run_padded(self._launch, hidden, step.layers, rows, rope, arena)
 
     # ---- models ---------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from c2cserve.engine.gpu.graphs import DecodeGraphs
 from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, SparseHalf, gpu_layer, handle_of
+from c2cserve.engine.gpu.row_padding import run_padded
 from c2cserve.engine.gpu.sampling import HostSampler, OnStepEnd, Sampler, is_plain
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention.flash import Flash
@@ -102,7 +103,7 @@ class GpuOps:
         offsets, top_k = routing.offsets, routing.top_k
         gate_up = self._multiply.experts(gather(x, routing), w13, offsets, top_k)
         y = self._multiply.experts(elementwise.silu_mul(gate_up), w2, offsets, top_k)
-        return elementwise.combine(y, routing.places, routing.weights)
+        return elementwise.combine(y, routing.places, routing.weights, len(x))
 
     # ---- whole layers ---------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class GpuOps:
     ) -> None:
         mine = [_gpu_layer(layer) for layer in layers]
         if self.graphs is None:
-            hidden += self._launch_layers(hidden, mine, rows, rope, arena)
+            run_padded(self._launch_layers, hidden, mine, rows, rope, arena)
         else:
             self.graphs.run(hidden, mine, rows, rope, arena)
 
@@ -131,12 +132,15 @@ class GpuOps:
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
     ) -> Tensor:
-        """Launch layers. Return the last one's branch, which is still to be added to `hidden`."""
+        """Launch layers. Return the last one's branch, which is still to be added to `hidden`.
+
+        Rows of `hidden` after those of `rows` are padding.
+        """
         # The branch of the layer before is added to `hidden` where the next norm reads it.
         branch: Tensor | None = None
         for layer in layers:
             x = self._first_half(hidden, branch, layer, rows, rope, arena)
-            branch = self._second_half(x, layer)
+            branch = self._second_half(x, layer, len(rows.positions))
         assert branch is not None, "no layers"
         return branch
 
@@ -186,13 +190,14 @@ class GpuOps:
         out = self._multiply(out, layer.o.weight, layer.o.bias)
         return elementwise.add_rms_norm(out, hidden, weights.post_norm, shape.eps)
 
-    def _second_half(self, x: Tensor, layer: GpuLayer) -> Tensor:
+    def _second_half(self, x: Tensor, layer: GpuLayer, tokens: int) -> Tensor:
+        """Return a layer's second branch. Rows of x after `tokens` are padding."""
         match layer.second:
             case DenseHalf(gate_up, down):
                 act = self._multiply.gated(x, gate_up.weight, gate_up.bias)
                 return self._multiply(act, down.weight, down.bias)
             case SparseHalf(router, w13, w2, per_token, renormalize):
-                logits = self._multiply(x, router.weight)
+                logits = self._multiply(x, router.weight)[:tokens]
                 chosen = choose(logits, per_token, renormalize=renormalize)
                 return self._experts(x, by_expert(*chosen, w13.experts), w13, w2)
 

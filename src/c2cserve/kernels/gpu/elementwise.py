@@ -189,14 +189,14 @@ def embed(table: Tensor, ids: Tensor, device: torch.device) -> Tensor:
 _launch_embed = Launcher(_embed_kernel, _of_columns)
 
 
-def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Return each token's weighted sum [T, H] of the experts' rows y [T k, H].
+def combine(y: Tensor, places: Tensor, weights: Tensor, rows: int) -> Tensor:
+    """Return each token's weighted sum [rows, H] of the experts' rows y [T k, H].
 
     The rows of token t are `places[t]`, and their weights `weights[t]` (float32 [T, k]). The sum is
-    float32, in that order.
+    float32, in that order. Rows from T on are undefined.
     """
     (tokens, count), hidden = places.shape, y.shape[1]
-    out = torch.empty((tokens, hidden), dtype=y.dtype, device=y.device)
+    out = torch.empty((rows, hidden), dtype=y.dtype, device=y.device)
     if tokens:
         _combine_kernel[(tokens, -(-hidden // _COLUMNS))](
             y,

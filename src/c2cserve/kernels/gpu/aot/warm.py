@@ -65,7 +65,7 @@ def warm(sizes: Sizes, device: torch.device) -> None:
     elementwise.embed(x, integers(0, 2), device)
     if sizes.top_k:
         places = zeros(1, sizes.top_k, dtype=torch.int64)
-        elementwise.combine(x, places, zeros(1, sizes.top_k, dtype=torch.float32))
+        elementwise.combine(x, places, zeros(1, sizes.top_k, dtype=torch.float32), 1)
     masks = zeros(1, -(-sizes.vocab // 32), dtype=torch.int32)
     for only in (None, RowMasks(masks, integers(0, -1))):
         greedy(zeros(2, sizes.vocab), only)

@@ -299,15 +299,16 @@ def attend(
     arrivals: Arrivals,
     flash: Flash | None = None,
 ) -> Tensor:
-    """`Ops.attend`: qkv [T, (Hq + 2 Hkv) D] of the cache's 16-bit dtype -> [T, Hq D].
+    """`Ops.attend`: qkv [P, (Hq + 2 Hkv) D] of the cache's 16-bit dtype -> [P, Hq D].
 
-    The contents of `qkv` are undefined afterwards. `flash` is tried first for sequences of several
-    new tokens.
+    Rows after the T of `rows` are padding, and undefined in the result. The contents of `qkv` are
+    undefined afterwards. `flash` is tried first for sequences of several new tokens.
     """
-    (tokens, width), seqs = qkv.shape, rows.context_len.shape[0]
+    (padded, width), seqs = qkv.shape, rows.context_len.shape[0]
+    tokens = rows.positions.shape[0]
     dim, kv_heads = layer.shape.kv.head_dim, layer.shape.kv.kv_heads
     heads = width // dim - 2 * kv_heads
-    out = torch.empty((tokens, heads * dim), dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty((padded, heads * dim), dtype=qkv.dtype, device=qkv.device)
     if tokens > seqs:
         rope_store(qkv, layer, rows, rope, arena)
         if flash is None or not flash(qkv, layer, rows, arena, out):
@@ -321,7 +322,7 @@ def _attend_many(
     qkv: Tensor, layer: Layer, rows: TokenRows, arena: Tensor, out: Tensor, heads: int
 ) -> None:
     kv, seqs = layer.shape.kv, rows.context_len.shape[0]
-    (tokens, width), tile = qkv.shape, _tile(kv.head_dim)
+    tokens, width, tile = rows.positions.shape[0], qkv.shape[1], _tile(kv.head_dim)
     grid = tokens * (heads // kv.kv_heads) // tile + seqs, kv.kv_heads, 1
     tensors = (
         qkv, arena.view(qkv.dtype), out, rows.q_start, rows.context_len, rows.block_table

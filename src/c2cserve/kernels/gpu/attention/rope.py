@@ -127,11 +127,12 @@ def rope_store(
 ) -> None:
     """Rotate q and k of qkv [T, (Hq + 2 Hkv) D] in place, and write k and v into the arena.
 
-    If the layer has norms of heads, they come first. Tokens that are the only new one of their
+    If the layer has norms of heads, they come first. Rows after the T of `rows` are padding and are
+    left alone. Tokens that are the only new one of their
     sequence are left out. In a block, keys and values have the same layout: [16, head_dim].
     """
     kv, norms = layer.shape.kv, layer.weights.qk_norms
-    dim, (tokens, width) = kv.head_dim, qkv.shape
+    dim, tokens, width = kv.head_dim, rows.positions.shape[0], qkv.shape[1]
     heads = width // dim - 2 * kv.kv_heads
     q_norm, k_norm = norms or rope
     if tokens:
