@@ -15,7 +15,7 @@ def multipath(
         int | None, typer.Option(min=1, help="GPUs that help with a copy, at most. Default: 3.")
     ] = None,
     least: Annotated[
-        int | None, size_option("The smallest copy that takes several links. Default: 12 MiB.")
+        int | None, size_option("The smallest copy that takes several links. Default: 6 MiB.")
     ] = None,
     borrow: Annotated[
         str | None,

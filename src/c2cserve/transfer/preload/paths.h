@@ -37,6 +37,7 @@ struct Lane {  // a stream of relays on a neighbour
 struct Link {  // of a GPU, as a neighbour of another one
   int gpu;
   double bytes_per_ms;  // of its last relays for that GPU, in one direction
+  double latency_ms;    // from a copy's start to its relay's, and from the relay's end to the copy's
 };
 
 struct Gpu {
@@ -62,7 +63,7 @@ struct Spread {  // a copy that was begun
   int gpu = -1;
   bool inward = false;
   void* stream = nullptr;
-  void *start = nullptr, *direct_end = nullptr;  // events
+  void *start = nullptr, *direct_end = nullptr, *end = nullptr;  // events
   uint64_t direct_size = 0;
   std::vector<Relay> relays;
 };
@@ -94,7 +95,7 @@ class Paths {
   void learn(const Spread& spread);
   void give_back(Spread& spread);
   void give_back(Relay& relay);
-  double rate(void* start, void* end, uint64_t size, void* context);
+  double elapsed_ms(void* start, void* end, void* context);
 
   Driver driver_;
   std::vector<char> cubin_;

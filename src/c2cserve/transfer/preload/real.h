@@ -33,7 +33,7 @@ class PassThrough {
 };
 
 struct Options {  // of the environment
-  uint64_t least_bytes = 12 << 20;  // smaller copies take one link
+  uint64_t least_bytes = 6 << 20;  // smaller copies take one link
   int neighbours = 3;               // that a copy uses at most
   const char* relay_file = nullptr; // the relay kernel
   const char* borrowed = nullptr;   // GPUs beside those that the program sees
