@@ -93,8 +93,9 @@ class RelayServer:
         library().c2c_relays_streaming(self._server, streams)
 
     @property
-    def launches(self) -> int:
-        return library().c2c_relays_launches(self._server)
+    def relayed(self) -> int:
+        """Micro-tasks."""
+        return library().c2c_relays_count(self._server)
 
     def close(self) -> None:
         """Relay no more, and wait for what was launched. Nothing is called afterwards."""

@@ -115,29 +115,20 @@ def open_on(
     return TransferEngine(ports, open_native)
 
 
-def serve_relays(
-    engine: TransferEngine, gpu: int, channel: int, relay: RelayShape | None = None, *,
-    folder: Path | None = None,
-) -> RelayServer:  # fmt: skip
+def serve_relays(engine: TransferEngine, gpu: int, channel: int) -> RelayServer:
     """Relay over a GPU's link what another process submits to the memory at `channel`.
 
-    `engine` has this process's own transfers, which come first. Raises `LinkError`, `CudaError` and
-    `KernelMissingError`.
+    `engine` has this process's own transfers, which come first. Raises `LinkError` and `CudaError`.
     """
-    cubin = _relay_cubin(folder or default_folder())
-    return serve_on(engine, int(context_of(gpu)), cubin, channel, relay)
+    return serve_on(engine, int(context_of(gpu)), channel)
 
 
 def serve_on(
-    engine: TransferEngine, context: int, cubin: bytes, channel: int,
-    relay: RelayShape | None = None, *, driver: str = _DRIVER,
-) -> RelayServer:  # fmt: skip
+    engine: TransferEngine, context: int, channel: int, *, driver: str = _DRIVER
+) -> RelayServer:
     """`serve_relays` in a context. Raises `LinkError`."""
-    shape = relay_view_of(relay or RelayShape(), RELAY.threads)
     return engine.open_server(
-        lambda native: library().c2c_relays_open(
-            native, driver.encode(), context, cubin, shape, channel
-        )
+        lambda native: library().c2c_relays_open(native, driver.encode(), context, channel)
     )
 
 

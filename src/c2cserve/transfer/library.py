@@ -130,12 +130,10 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 _RELAYS: dict[str, tuple[object, tuple[object, ...]]] = {
-    "open": (
-        Result, (c_void_p, c_char_p, c_void_p, c_char_p, POINTER(RelayView), c_void_p),
-    ),
+    "open": (Result, (c_void_p, c_char_p, c_void_p, c_void_p)),
     "close": (None, (c_void_p, c_void_p)),
     "streaming": (None, (c_void_p, c_int)),
-    "launches": (c_int64, (c_void_p,)),
+    "count": (c_int64, (c_void_p,)),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from c2cserve.transfer.library import library
 
-VERSION = 1
+VERSION = 2
 _MESSAGE_BYTES = 16 << 10
 
 Message = dict[str, Any]

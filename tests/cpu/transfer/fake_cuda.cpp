@@ -161,6 +161,25 @@ int cuCtxPopCurrent_v2(void** context) {
   return 0;
 }
 
+#ifndef FAKE_DRIVER
+int cuMemAlloc_v2(uint64_t* memory, size_t size) {
+  const Lock lock(mutex);
+  if (current.empty()) return kInvalidContext;
+  char* made = new char[size];
+  host[made] = size;
+  *memory = reinterpret_cast<uint64_t>(made);
+  return 0;
+}
+
+int cuMemFree_v2(uint64_t memory) {
+  const Lock lock(mutex);
+  char* made = reinterpret_cast<char*>(memory);
+  if (current.empty() || !host.erase(made)) return kInvalidHandle;
+  delete[] made;
+  return 0;
+}
+#endif
+
 int cuMemHostAlloc(void** memory, size_t size, unsigned) {
   const Lock lock(mutex);
   char* made = new char[size];

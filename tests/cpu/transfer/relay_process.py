@@ -64,9 +64,7 @@ def main(name: str, library: str, told: "Connection[str, str]") -> None:
             time.sleep(PUMP_S)
 
     threading.Thread(target=pump, daemon=True).start()
-    host = RelayHost(
-        name, lambda channel: serve_on(engine, 2, b"code", channel, driver=library), Files()
-    )
+    host = RelayHost(name, lambda channel: serve_on(engine, 2, channel, driver=library), Files())
     word = "up"
     while word != "end":
         told.send(word)

@@ -27,11 +27,15 @@ from c2cserve.transfer.relay_channel import GpuMemory, SharedMemory
 from c2cserve.transfer.relay_neighbours import RelayNeighbours
 from c2cserve.transfer.settings import Settings
 
-SIZE = 1 << 20
+SIZE = 12 << 20
 SETTINGS = Settings(
     task_bytes=16 << 10, task_bytes_most=64 << 10, alone_bytes=64 << 10, depth=4,
     one_path_bytes=1 << 10, stall_s=0.05, pause_s=0.05,
 )  # fmt: skip
+LARGE_TASKS = Settings(
+    task_bytes=5 << 20, task_bytes_most=5 << 20, depth=1, one_path_bytes=1 << 10, pause_s=0.05
+)
+"""A micro-task has several chunks."""
 REMOTE = Port(1, "in")
 PUMP_S = 1e-3
 
@@ -135,12 +139,14 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
 
 @pytest.fixture
 def case(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Case]:  # fmt: skip
     monkeypatch.setattr(relay_neighbours, "_RETRY_S", 0.02)
     ports, relays = ports_of([0], [], neighbours=[1])
     contexts = [None if port == REMOTE else 1 for port in ports]
-    engine = open_on(ports, relays, contexts, None, SETTINGS, driver=str(cuda.path))
+    settings: Settings = getattr(request, "param", SETTINGS)
+    engine = open_on(ports, relays, contexts, None, settings, driver=str(cuda.path))
     source, target = SharedFile(tmp_path / "segment"), SharedFile(tmp_path / "gpu")
     source.bytes[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     name = f"c2cserve-test.{os.getpid()}.{random.random()}"
@@ -193,6 +199,29 @@ def test_a_neighbour_that_is_killed_costs_only_time(case: Case) -> None:
     assert case.relayed.resent > 0
 
 
+@pytest.mark.parametrize("case", [LARGE_TASKS], indirect=True)
+def test_micro_tasks_of_several_chunks_and_of_many_pieces(case: Case) -> None:
+    case.other.start()
+    case.move_until_relayed()
+    for size in (64 << 10, (3 << 20) + 17):  # many in a chunk; chunks that end within a piece
+        eventually(lambda size=size: relays_pieces(case, size))
+
+
+def relays_pieces(case: Case, size: int) -> bool:
+    """Move pieces in another order than they lie in, and return whether any was relayed."""
+    before = case.relayed.relayed_bytes
+    case.target.bytes[:] = 0
+    starts = list(range(0, SIZE, size))
+    random.Random(size).shuffle(starts)
+    pieces = [
+        Segment(case.target.address + at, case.source.address + at, min(size, SIZE - at), 0, HOST)
+        for at in starts
+    ]
+    assert case.engine.wait(case.engine.submit(pieces), 30)
+    assert np.array_equal(case.target.bytes, case.source.bytes)
+    return case.relayed.relayed_bytes > before
+
+
 def test_a_neighbour_that_stands_still_is_recalled_and_writes_nothing_late(case: Case) -> None:
     case.other.start()
     case.move_until_relayed()
@@ -240,7 +269,7 @@ def test_memory_that_the_neighbour_cannot_open_is_one_line_of_the_log(
 
 
 def test_a_stream_follows_relays_of_a_cancelled_transfer(case: Case) -> None:
-    """The neighbour's GPU has not begun them, or they end."""
+    """Chunks that were begun end first; the neighbour's GPU may take its time for them."""
     case.other.start()
     case.move_until_relayed()
     stream = case.cuda.stream(0)
@@ -248,10 +277,12 @@ def test_a_stream_follows_relays_of_a_cancelled_transfer(case: Case) -> None:
         case.other.say(word)
         ticket = case.submit()
         case.engine.cancel(ticket)
+        going_on = threading.Timer(0.05, case.other.say, ["go"])
+        going_on.start()
         case.engine.follow(ticket, stream)
         assert case.engine.wait(ticket, 30)
         after = case.target.bytes.copy()
-        case.other.say("go")
+        going_on.join()
         time.sleep(0.02)
         assert np.array_equal(case.target.bytes, after), "nothing is written late"
     eventually(lambda: case.cuda.destroy_if_idle(stream))
@@ -277,7 +308,7 @@ def test_an_engine_with_transfers_of_its_own_relays_nothing(cuda: FakeCuda) -> N
     ports, relays = ports_of([0], [])
     engine = open_on(ports, relays, [1] * len(ports), None, SETTINGS, driver=str(cuda.path))
     channel = SharedMemory.create()
-    server = serve_on(engine, 1, b"code", channel.address, driver=str(cuda.path))
+    server = serve_on(engine, 1, channel.address, driver=str(cuda.path))
     moving = ctypes.c_uint32.from_address(channel.address + 128)
     data = np.zeros(SIZE, np.uint8)
     segment = Segment(data.ctypes.data, data.ctypes.data, SIZE, 0, HOST)

@@ -176,12 +176,11 @@ void c2c_transfers_unshare(void* engine, int link, uint64_t near) {
 
 // Relays what another process submits to `channel`. `engine` is this process's: nothing is relayed
 // while it moves anything.
-Result c2c_relays_open(void* engine, const char* library, void* context, const void* cubin,
-                       const RelayShape* relay, void* channel) {
+Result c2c_relays_open(void* engine, const char* library, void* context, void* channel) {
   return guarded(
       [=]() -> Result {
-        auto server = std::make_unique<RelayServer>(library, context, RelayCode{cubin, *relay},
-                                                    static_cast<Channel*>(channel));
+        auto server =
+            std::make_unique<RelayServer>(library, context, static_cast<Channel*>(channel));
         engine_of(engine).watch(server->moving());
         return {server.release(), 0};
       },
@@ -198,7 +197,7 @@ void c2c_relays_streaming(void* server, int streams) {
   static_cast<RelayServer*>(server)->set_streaming(streams);
 }
 
-int64_t c2c_relays_launches(void* server) { return static_cast<RelayServer*>(server)->launches(); }
+int64_t c2c_relays_count(void* server) { return static_cast<RelayServer*>(server)->relayed(); }
 
 // Returns how many bytes have arrived.
 int64_t c2c_transfers_moved(void* ticket) { return ticket_of(ticket)->transfer->moved; }

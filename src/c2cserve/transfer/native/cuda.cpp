@@ -33,6 +33,8 @@ Cuda::Cuda(const std::string& path) {
   find(library, "cuEventQuery", event_query);
   find(library, "cuMemcpyAsync", copy);
   find(library, "cuMemcpyBatchAsync_v2", copy_batch);
+  find(library, "cuMemAlloc_v2", alloc);
+  find(library, "cuMemFree_v2", free);
   find(library, "cuMemHostAlloc", host_alloc);
   find(library, "cuMemFreeHost", host_free);
   find(library, "cuMemHostGetDevicePointer_v2", host_address);

@@ -45,6 +45,8 @@ struct Cuda {
   CudaResult (*copy_batch)(CudaPointer* targets, CudaPointer* sources, size_t* sizes, size_t count,
                            CudaCopyAttributes* attributes, size_t* first_of_attributes,
                            size_t attributes_count, void* stream);
+  CudaResult (*alloc)(CudaPointer* memory, size_t size);
+  CudaResult (*free)(CudaPointer memory);
   CudaResult (*host_alloc)(void** memory, size_t size, unsigned flags);
   CudaResult (*host_free)(void* memory);
   CudaResult (*host_address)(CudaPointer* address, void* memory, unsigned flags);

@@ -1,11 +1,13 @@
 // Memory that two processes share: one has micro-tasks, the other's GPU relays them.
 //
-//     client    slot: pieces, submitted = n, wake          recalled = n?      looks at done
-//     server                                  launches
-//     its GPU                                          started = n ... done = n
+//     client    slot: pieces, submitted = n, wake      recalled = n?             looks at done
+//     server                        chunk by chunk: begun + 1, copies ... done = n
+//     its GPU                                           after each chunk: moved + 1
 //
-// The server's GPU writes what the client waits for. So relays that have begun also end when the
-// server's process stands still.
+// The server counts a chunk as begun before it looks for a recall, and the client recalls before it
+// looks at what was begun. So one of the two sees the other. When all chunks that were begun have
+// moved, a recalled micro-task writes nothing more. The server's GPU counts what has moved, so that
+// is seen while the server's process stands still, too.
 #pragma once
 #include <stdint.h>
 
@@ -14,14 +16,16 @@
 namespace c2c::transfer {
 
 constexpr int kChannelSlots = 16;  // the largest depth
+constexpr int kStageLanes = 3;     // of the server: chunks that are under way at a time
 constexpr size_t kApart = 128;     // processors and GPUs that write one word transfer no other
 
 struct ChannelSlot {
-  alignas(kApart) uint32_t recalled;   // by the client: this launch writes nothing more
-  alignas(kApart) uint32_t started;    // by the GPU: the last launch of which a CTA has begun
-  alignas(kApart) uint32_t done;       // by the GPU: the last launch that is over
-  alignas(kApart) uint32_t failed;     // by the server: the launch that failed
-  alignas(kApart) uint32_t submitted;  // by the client: the last launch whose pieces are below
+  alignas(kApart) uint32_t recalled;  // by the client: this micro-task writes nothing more
+  alignas(kApart) uint32_t begun;     // by the server: chunks, ever
+  uint32_t done;                      // by the server: the last micro-task that is over
+  uint32_t failed;                    // by the server: the micro-task that failed
+  alignas(kApart) uint32_t moved[kStageLanes];  // by the GPU: chunks of each lane, ever
+  alignas(kApart) uint32_t submitted;  // by the client: the last micro-task, of the pieces below
   uint32_t pieces;
   Piece piece[kRelayPieces];  // addresses are the server's
 };

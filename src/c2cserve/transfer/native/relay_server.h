@@ -1,7 +1,13 @@
 // The link of this process's GPU, lent to another process (relay_client.h).
+//
+//     host memory ──PCIe──▶ buffer on this GPU ──NVLink──▶ the other process's GPU
+//
+// Copy engines carry both halves, chunk by chunk, so steps of this process lose no SM. Lanes are
+// streams with a buffer each: one chunk is on PCIe while the one before is on NVLink. Method: MMA,
+// 3.4.
 #pragma once
 #include <atomic>
-#include <memory>
+#include <deque>
 #include <string>
 #include <thread>
 #include <vector>
@@ -10,37 +16,56 @@
 
 namespace c2c::transfer {
 
-// Launches what a client submits, on streams of the lowest priority: steps of this process come
-// first. Its thread sleeps while there is nothing.
+// Its thread sleeps while there is nothing. While chunks are under way it looks at them every few
+// microseconds, and begins the next one: what was begun cannot be recalled, so it is little.
 class RelayServer {
  public:
   // Throws `Fault`. `channel` stays as long as this object does.
-  RelayServer(const std::string& library, void* context, RelayCode code, Channel* channel);
+  RelayServer(const std::string& library, void* context, Channel* channel);
   ~RelayServer();
   RelayServer(const RelayServer&) = delete;
 
   // Tells the client whether steps read over this GPU's link now.
   void set_streaming(bool streams) { write(channel_->streaming, streams); }
   uint32_t* moving() { return &channel_->moving; }
-  int64_t launches() const { return launches_; }
+  int64_t relayed() const { return relayed_; }  // micro-tasks
 
  private:
-  RelayServer(const std::string& library, void* context, Channel* channel);
+  struct Job {  // a micro-task of the client's
+    int slot;
+    uint32_t number;
+    size_t piece = 0;  // the first that is left
+    uint64_t at = 0;   // bytes of it that are gone
+  };
+  struct Lane {
+    void* stream = nullptr;
+    CudaPointer buffer = 0;
+    int slot = 0;        // of the chunk under way
+    uint32_t moved = 0;  // what its word has after the chunk
+    uint32_t ends = 0;   // the micro-task that ends with the chunk; 0: none
+  };
+
+  void free_all();
   void work();
-  bool launch_all();
-  void launch(int slot, uint32_t number);
+  bool accept();
+  bool begin();
+  bool retire();
+  void copy_chunk(Job& job);
+  void end(const Job& job);
+  void fail(const Job& job);
+  bool is_own() const { return read(channel_->moving) || read(channel_->streaming); }
   CudaPointer address_of(const uint32_t& word) const;
 
   Cuda cuda_;
   void* context_;
-  std::unique_ptr<RelayKernel> kernel_;
   Channel* channel_;
   CudaPointer channel_address_ = 0;
   bool registered_ = false;
-  std::vector<void*> lanes_;
+  std::vector<Lane> lanes_ = std::vector<Lane>(kStageLanes);
+  std::deque<Job> jobs_;
   std::vector<uint32_t> seen_ = std::vector<uint32_t>(kChannelSlots);
-  unsigned next_lane_ = 0;
-  std::atomic<int64_t> launches_{0};
+  int first_ = 0, flying_ = 0;  // lanes with chunks under way: the oldest one, and how many
+  std::atomic<int64_t> relayed_{0};
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };

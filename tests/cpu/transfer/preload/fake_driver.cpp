@@ -222,6 +222,8 @@ int cuMemAlloc_v2(uint64_t* address, size_t size) {
   return add(address, size, {0, 0, kDevice, gpu_of(current.back()), true, nullptr, {}});
 }
 
+int cuMemFree_v2(uint64_t) { return kInvalidHandle; }  // these programs free nothing
+
 int cuMemAllocHost_v2(uint64_t* address, size_t size) {
   return add(address, size, {0, 0, kHost, 0, false, nullptr, {}});
 }
