@@ -1,10 +1,12 @@
 """Two workers, a GPU each: one brings bytes over the link of the other. JSON.
 
-python benchmarks/neighbour_workers.py [--parts decoding,kills] [--shape llama-8b]
+python benchmarks/neighbour_workers.py [--parts decoding,copies,kills] [--shape llama-8b]
     [--transfers 1000] [--kills 4] [--budget-s 45] [--out FILE]
 
 decoding   steps of a model that is resident in the other worker, while it relays, over steps alone;
            in turns, so that both are of one time
+copies     copies of the other worker's own from host memory, while it relays between them, over
+           copies alone
 kills      random transfers in random pieces, all of their bytes compared, while the worker that
            relays is killed in the middle of some, and replaced
 
@@ -27,9 +29,11 @@ from report import report
 
 from c2cserve.transfer.engine import LinkCounts, Ticket
 
-PARTS = ("decoding", "kills")
+PARTS = ("decoding", "copies", "kills")
 _BESIDE = 1.03
 """Times of steps beside relays over times alone, at most."""
+_COPIES_BESIDE = 1.02
+_COPY_MIB = 256
 _PHASE_S = 1.5
 _PHASES = 12
 _READY_S = 60.0
@@ -82,9 +86,10 @@ def compared(steps: Sequence[Steps], phases: Sequence[Phase]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def decoding(case: Any, shape: str, budget_s: float) -> dict[str, Any]:
-    """`case`: `neighbour_case.Case`."""
-    worker = case.start("decode", shape)
+def beside_relays(case: Any, work: str, detail: str, budget_s: float) -> dict[str, Any]:
+    """Times of what the other worker does (`relay_worker.py`), alone and while it relays. `case`:
+    `neighbour_case.Case`."""
+    worker = case.start(work, detail)
     lines: list[str] = []
     assert worker.stdout is not None
     reader = threading.Thread(target=_read, args=(worker.stdout, lines), daemon=True)
@@ -92,7 +97,7 @@ def decoding(case: Any, shape: str, budget_s: float) -> dict[str, Any]:
     until_s = time.monotonic() + _READY_S
     while not parse_steps(lines):
         if worker.poll() is not None or time.monotonic() > until_s:
-            raise SystemExit("neighbour_workers: the other worker does not decode")
+            raise SystemExit("neighbour_workers: the other worker does not work")
         time.sleep(0.1)
     case.move_until_relayed()
     phases: list[Phase] = []
@@ -109,7 +114,7 @@ def decoding(case: Any, shape: str, budget_s: float) -> dict[str, Any]:
     found = compared(parse_steps(lines), phases)
     return found | {
         "gb_per_s": moved / 1e9 / seconds, "relayed_gb_per_s": relayed / 1e9 / seconds,
-        "resent": case.relayed.resent, "stalls": case.relayed.stalls, "shape": shape,
+        "resent": case.relayed.resent, "stalls": case.relayed.stalls, work: detail,
     }  # fmt: skip
 
 
@@ -253,7 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0)}
     bars: list[dict[str, Any]] = []
     run: dict[str, Callable[[Any], dict[str, Any]]] = {
-        "decoding": lambda case: decoding(case, given.shape, given.budget_s),
+        "decoding": lambda case: beside_relays(case, "decode", given.shape, given.budget_s),
+        "copies": lambda case: beside_relays(case, "copies", str(_COPY_MIB), given.budget_s),
         "kills": lambda case: kills(WorkerSite(case), given.transfers, given.kills, given.budget_s),
     }
     for part in parts:
@@ -263,6 +269,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (found := results.get("decoding")) is not None:
         ratio = found["ratio"]
         _hold(bars, "steps beside relays to steps alone", ratio, _BESIDE, ratio <= _BESIDE)
+    if (found := results.get("copies")) is not None:
+        ratio = found["ratio"]
+        _hold(bars, "own copies beside relays to copies alone", ratio, _COPIES_BESIDE,
+              ratio <= _COPIES_BESIDE)  # fmt: skip
     if (found := results.get("kills")) is not None:
         right = found["wrong"] == 0 and found["transfers"] >= given.transfers
         _hold(bars, "transfers with wrong bytes", found["wrong"], 0, right)

@@ -1,14 +1,18 @@
-"""A process that owns GPU 1 and lends its link: `relay_worker.py NAME [compute | decode SHAPE]`.
+"""A process that owns GPU 1 and lends its link.
+
+relay_worker.py NAME [compute | copies MIB | decode SHAPE]
 
 It writes a line when it relays. With `compute`, GPU 1 multiplies matrices meanwhile, and the
-process writes how many products a second it does. With `decode`, a model of that shape with random
-weights decodes there, and a line has when some steps began and ended, and their median, in seconds.
-The end of its standard input ends it.
+process writes how many products a second it does. With `copies`, it copies so much from host memory
+every now and then. With `decode`, a model of that shape with random weights decodes there. A line
+has when some copies or steps began and ended, and their median, in seconds. The end of its standard
+input ends it.
 """
 
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -17,13 +21,16 @@ import torch
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.memory.pinning import PinnedRegion, pin_array
 from c2cserve.serving.worker.gpu_relays import NeighbourMemory
+from c2cserve.transfer.engine import TransferEngine
 from c2cserve.transfer.gpus import engine_of, serve_relays
+from c2cserve.transfer.moves import HOST, Segment
 from c2cserve.transfer.relay_host import RelayHost
 
 DEVICE = 1
 _KV_BYTES = 4 << 30
 _ROWS, _PROMPT = 8, 512
 _WARM_STEPS, _STEPS, _ROUNDS = 8, 16, 8
+_COPIES, _BETWEEN_S = 4, 0.02
 
 
 class Files(NeighbourMemory):
@@ -54,8 +61,9 @@ def main(name: str, *options: str) -> None:
     sys.stdout.flush()
     ended = threading.Event()
     if options:
-        work = {"compute": compute, "decode": decode}[options[0]]
-        threading.Thread(target=work, args=(ended, *options[1:]), daemon=True).start()
+        work = {"compute": compute, "copies": partial(copies, engine), "decode": decode}
+        arguments = (ended, *options[1:])
+        threading.Thread(target=work[options[0]], args=arguments, daemon=True).start()
     sys.stdin.read()
     ended.set()
     time.sleep(0.1)
@@ -70,6 +78,22 @@ def compute(ended: threading.Event) -> None:
             torch.mm(x, x)
         torch.cuda.synchronize()
         sys.stdout.write(f"{200 / (time.monotonic() - begun_s):.0f}\n")
+        sys.stdout.flush()
+
+
+def copies(engine: TransferEngine, ended: threading.Event, mib: str) -> None:
+    size = int(mib) << 20
+    host = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+    gpu = torch.empty(size, dtype=torch.uint8, device=f"cuda:{DEVICE}")
+    segment = Segment(gpu.data_ptr(), host.data_ptr(), size, DEVICE, HOST)
+    while not ended.is_set():
+        round_s, times = time.monotonic(), list[float]()
+        for _ in range(_COPIES):
+            begun_s = time.perf_counter()
+            engine.wait(engine.submit([segment]))
+            times.append(time.perf_counter() - begun_s)
+            time.sleep(_BETWEEN_S)
+        sys.stdout.write(f"{round_s} {time.monotonic()} {median(times)}\n")
         sys.stdout.flush()
 
 
