@@ -166,6 +166,8 @@ class RandomWork:
 def random_work(seed: int, operations: int) -> dict[str, Any]:
     """A thread for each GPU."""
     gpus = torch.cuda.device_count()
+    for gpu in range(gpus):  # torch's allocator cannot be set up by two threads at once
+        torch.empty(1, device=f"cuda:{gpu}")
     sums = [""] * gpus
 
     def work(gpu: int) -> None:

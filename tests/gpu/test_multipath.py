@@ -53,29 +53,14 @@ def test_a_fork_changes_nothing_for_the_parent() -> None:
 def test_a_program_that_is_killed_leaves_both_gpus_well() -> None:
     """Also while relays run: a plain program has the right bytes afterwards."""
     for _ in range(3):
-        program = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, str(PROGRAM), "loop"], stdout=subprocess.PIPE, text=True,
             env=multipath_environment(os.environ),
-        )  # fmt: skip
-        assert program.stdout is not None
-        assert program.stdout.readline() == "copies\n"
-        program.send_signal(signal.SIGKILL)
-        program.wait(60)
+        ) as program:  # fmt: skip
+            assert program.stdout is not None
+            assert program.stdout.readline() == "copies\n"
+            program.send_signal(signal.SIGKILL)
     compare(3, 400)
-
-
-def test_a_borrowed_gpu_helps_and_is_not_seen() -> None:
-    code = (
-        "import torch, ctypes; assert torch.cuda.device_count() == 1;"
-        "h = torch.full((64 << 20,), 5, dtype=torch.uint8).pin_memory();"
-        "d = h.to('cuda', non_blocking=True); assert bool((d == 5).all());"
-        "count = (ctypes.c_int64 * 31)();"
-        "ctypes.CDLL(None).c2c_multipath_counts(count); assert count[0] == 1, list(count)"
-    )
-    environment = multipath_environment(
-        {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}, borrow="1", report=True
-    )
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("linked", ["shared", "static"])

@@ -38,7 +38,6 @@ MULTIPATH_SOURCES = (
     *(
         _PRELOAD / name
         for name in (
-            "devices.cpp",
             "driver.cpp",
             "hooks.cpp",
             "memory.cpp",

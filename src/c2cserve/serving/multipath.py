@@ -17,10 +17,6 @@ def multipath(
     least: Annotated[
         int | None, size_option("The smallest copy that takes several links. Default: 6 MiB.")
     ] = None,
-    borrow: Annotated[
-        str | None,
-        typer.Option(help="GPUs that help, and that CUDA_VISIBLE_DEVICES hides from the program."),
-    ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Print which copies took several links, at the end.")
     ] = False,
@@ -30,7 +26,7 @@ def multipath(
 
     try:
         environment = multipath_environment(
-            os.environ, neighbours=neighbours, least_bytes=least, borrow=borrow, report=report
+            os.environ, neighbours=neighbours, least_bytes=least, report=report
         )
         os.execvpe(command[0], command, environment)
     except MultipathError as error:

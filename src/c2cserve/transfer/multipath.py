@@ -21,14 +21,13 @@ class MultipathError(Exception):
 
 def multipath_environment(
     environment: Mapping[str, str], *, neighbours: int | None = None,
-    least_bytes: int | None = None, borrow: str | None = None, report: bool = False,
+    least_bytes: int | None = None, report: bool = False,
     folder: Path | None = None,
 ) -> dict[str, str]:  # fmt: skip
     """Return the environment of a program whose large copies take several links.
 
-    `environment` is what the program would have otherwise. `borrow` lists GPUs that relay without
-    being visible to the program, as CUDA_VISIBLE_DEVICES lists them. `folder` has the relay kernel.
-    Raises `MultipathError` if the library or the kernel is not built, or nothing can be borrowed.
+    `environment` is what the program would have otherwise. `folder` has the relay kernel. Raises
+    `MultipathError` if the library or the kernel is not built.
     """
     library = LIBRARY_FOLDER / MULTIPATH
     if not library.exists():
@@ -43,20 +42,6 @@ def multipath_environment(
         changed["C2CSERVE_MULTIPATH_LEAST_BYTES"] = str(least_bytes)
     if report:
         changed["C2CSERVE_MULTIPATH_REPORT"] = "1"
-    if borrow is not None:
-        _check_borrowed(borrow, environment.get("CUDA_VISIBLE_DEVICES", ""))
-        changed["C2CSERVE_MULTIPATH_BORROW"] = borrow
     others = environment.get(_PRELOAD)
     changed[_PRELOAD] = f"{library}:{others}" if others else str(library)
     return {**environment, **changed}
-
-
-def _check_borrowed(borrow: str, visible: str) -> None:
-    own, more = ([one.strip() for one in text.split(",")] for text in (visible, borrow))
-    if not visible:
-        raise MultipathError("CUDA_VISIBLE_DEVICES hides no GPUs, so there are none to borrow")
-    if not all(own) or not all(more):
-        raise MultipathError("a list of GPUs has an empty place")
-    twice = {one for one in more if one in own or more.count(one) > 1}
-    if twice:
-        raise MultipathError(f"GPUs are named twice: {', '.join(sorted(twice))}")

@@ -32,6 +32,7 @@ Driver::Driver() : cuda(relays_driver()) {
   find(can_access, "cuDeviceCanAccessPeer");
   find(enable_peer, "cuCtxEnablePeerAccess");
   find(elapsed, "cuEventElapsedTime");
+  find(attributes, "cuPointerGetAttributes");
   find(set_access, "cuMemSetAccess");
 }
 

@@ -35,13 +35,16 @@ struct Driver {
   CudaResult (*can_access)(int* can, int device, int peer);
   CudaResult (*enable_peer)(void* context, unsigned flags);
   CudaResult (*elapsed)(float* milliseconds, void* start, void* end);
+  CudaResult (*attributes)(unsigned count, const int* which, void** values, CudaPointer pointer);
   CudaResult (*set_access)(CudaPointer start, size_t size, const AccessDesc*, size_t count);
 
-  // Of the thread's current context. Returns false where the driver knows none.
+  // Of the thread's current context. It is 0 where the driver knows none: that is no error for
+  // this function, as a program's memory may be any.
   template <typename T>
   bool attribute(T* value, int which, CudaPointer pointer) const {
     *value = T{};
-    return cuda.pointer_attribute(value, which, pointer) == kCudaOk;
+    void* values[] = {value};
+    return attributes(1, &which, values, pointer) == kCudaOk;
   }
 };
 

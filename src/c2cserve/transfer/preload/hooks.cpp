@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "devices.h"
 #include "peers.h"
 #include "report.h"
 #include "spread.h"
@@ -123,22 +122,10 @@ CudaResult cuDevicePrimaryCtxReset_v2(int device) {
   PLAIN(cuDevicePrimaryCtxReset_v2)(device);
 }
 
+// Programs that are linked with the driver come this way, and no other until they copy.
 CudaResult cuInit(unsigned flags) {
-  static const auto driver = plain(&cuInit, "cuInit");
   note_hook();
-  return init_with_borrowed(driver, flags);
-}
-
-CudaResult cuDeviceGetCount(int* count) {
-  static const auto driver = plain(&cuDeviceGetCount, "cuDeviceGetCount");
-  const CudaResult result = driver(count);
-  if (result == kCudaOk) *count = visible(*count);
-  return result;
-}
-
-CudaResult cuDeviceGet(int* device, int ordinal) {
-  if (is_borrowed(ordinal)) return kInvalidDevice;
-  PLAIN(cuDeviceGet)(device, ordinal);
+  PLAIN(cuInit)(flags);
 }
 
 // ---- how programs find all that -----------------------------------------------------------------
@@ -192,13 +179,11 @@ const Hook kHooks[] = {
     HOOK(cuMemcpyDtoH_v2_ptds, "cuMemcpyDtoH", 7000, kPerThread),
     HOOK(cuMemcpy, "cuMemcpy", 4000, kLegacy),
     HOOK(cuMemcpy_ptds, "cuMemcpy", 7000, kPerThread),
+    HOOK(cuInit, "cuInit", 2000, kAny),
     HOOK(cuDevicePrimaryCtxReset, "cuDevicePrimaryCtxReset", 7000, kAny),
     HOOK(cuDevicePrimaryCtxReset_v2, "cuDevicePrimaryCtxReset", 11000, kAny),
     HOOK(cuCtxEnablePeerAccess, "cuCtxEnablePeerAccess", 4000, kAny),
     HOOK(cuCtxDisablePeerAccess, "cuCtxDisablePeerAccess", 4000, kAny),
-    HOOK(cuInit, "cuInit", 2000, kAny),
-    HOOK(cuDeviceGetCount, "cuDeviceGetCount", 2000, kAny),
-    HOOK(cuDeviceGet, "cuDeviceGet", 2000, kAny),
     HOOK(cuGetProcAddress, "cuGetProcAddress", 11030, kAny),
     HOOK(cuGetProcAddress_v2, "cuGetProcAddress", 12000, kAny),
 };

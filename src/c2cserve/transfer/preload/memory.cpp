@@ -81,7 +81,7 @@ bool writes_gpu(const Driver& driver, const Range& range, int device) {
   CudaPointer start = 0;
   size_t size = 0;
   if (!driver.attribute(&start, kMappingStart, range.start)) return false;
-  if (!driver.attribute(&size, kMappingSize, range.start)) return false;
+  if (!driver.attribute(&size, kMappingSize, range.start) || size == 0) return false;
   const AccessDesc access{1, device, kReadWrite};
   return driver.set_access(start, size, &access, 1) == kCudaOk;
 }

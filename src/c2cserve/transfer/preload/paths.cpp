@@ -18,8 +18,6 @@ using transfer::kCudaNotReady;
 constexpr uint64_t kAligned = 4 << 10;      // of the parts' offsets
 constexpr uint64_t kSmallPart = 8;          // a part of the least copy that is not worth a launch
 constexpr double kDirectNominal = 55e6, kRelayNominal = 49e6;  // bytes in a ms, before any copy
-constexpr double kShareLeast = 0.5;       // of what its speed alone gives a link
-constexpr double kEventMs = 0.005;        // what times of events may be wrong
 constexpr double kNew = 0.5;        // how much of an estimate the last part is
 constexpr double kForgotten = 0.1;  // what is forgotten of an estimate while a link is not used
 constexpr int kLanesMost = 8;       // streams wait in few queues of a GPU
@@ -115,7 +113,7 @@ void Paths::seek_links(int number) {
     if (int(gpu.links[0].size()) >= options().neighbours) break;
     const int other = (number + i) % int(gpus_.size());
     if (!reaches(other, number)) continue;
-    for (auto& links : gpu.links) links.push_back({other, kRelayNominal, 0});
+    for (auto& links : gpu.links) links.push_back({other, kRelayNominal});
   }
 }
 
@@ -160,8 +158,7 @@ std::unique_ptr<Spread> Paths::reserve(const Copy& copy, const Memory& memory, R
   divide(*spread, copy.size);
   spread->start = event_of(gpu);
   spread->direct_end = event_of(gpu);
-  spread->end = event_of(gpu);
-  const bool complete = spread->start && spread->direct_end && spread->end;
+  const bool complete = spread->start != nullptr && spread->direct_end != nullptr;
   if (complete && !spread->relays.empty()) return spread;
   give_back(*spread);
   return nullptr;
@@ -231,24 +228,18 @@ void* Paths::event_of(Gpu& gpu) {
   return driver_.cuda.event_create(&event, kTimedEvent) == kCudaOk ? event : nullptr;
 }
 
-// Gives each link a share by its speed, so that all end together. The direct part comes first.
+// Gives each link a share by its speed. The direct part comes first.
 void Paths::divide(Spread& spread, uint64_t size) {
-  // In `ms`, a link carries (ms - latency) * speed. Together that is the copy.
-  double speed = gpus_[spread.gpu].direct_bytes_per_ms[spread.inward], late = 0;
-  for (const Relay& relay : spread.relays) {
-    speed += relay.link->bytes_per_ms;
-    late += relay.link->bytes_per_ms * relay.link->latency_ms;
-  }
-  const double ms = (double(size) + late) / speed;
+  double& direct = gpus_[spread.gpu].direct_bytes_per_ms[spread.inward];
+  double sum = direct;
+  for (const Relay& relay : spread.relays) sum += relay.link->bytes_per_ms;
   uint64_t end = size;
   for (Relay& relay : spread.relays) {
-    const double timely = (ms - relay.link->latency_ms) * relay.link->bytes_per_ms;
-    const double fair = relay.link->bytes_per_ms / speed * double(size);
-    relay.size = std::min(end, uint64_t(std::max(timely, kShareLeast * fair)));
+    const double share = relay.link->bytes_per_ms / sum;
+    relay.size = std::min(end, uint64_t(share * double(size)));
     if (relay.size < options().least_bytes / kSmallPart) {
       relay.size = 0;
       relay.link->bytes_per_ms += kForgotten * (kRelayNominal - relay.link->bytes_per_ms);
-      relay.link->latency_ms -= kForgotten * relay.link->latency_ms;
       continue;
     }
     relay.at = (end - relay.size) / kAligned * kAligned;
@@ -290,11 +281,8 @@ CudaResult Paths::run(const Copy& copy, Spread& spread) {
     const CudaResult waits = cuda.stream_wait(copy.stream, relay.end, 0);
     if (result == kCudaOk) result = waits;
   }
-  const CudaResult all_ended = cuda.event_record(spread.end, copy.stream);
   count_relayed(relayed);
-  for (const CudaResult one : {result, ended, all_ended})
-    if (one != kCudaOk) return one;
-  return kCudaOk;
+  return result != kCudaOk ? result : ended;
 }
 
 // Throws `Fault` if the relay does not run.
@@ -339,7 +327,7 @@ void Paths::collect() {
 bool Paths::is_over(const Spread& spread) {
   {
     const Current current(driver_.cuda, gpus_[spread.gpu].context);
-    if (driver_.cuda.event_query(spread.end) == kCudaNotReady) return false;
+    if (driver_.cuda.event_query(spread.direct_end) == kCudaNotReady) return false;
   }
   for (const Relay& relay : spread.relays) {
     if (!relay.launched) continue;
@@ -359,33 +347,22 @@ void Paths::learn(const Spread& spread) {
   const bool all = std::all_of(spread.relays.begin(), spread.relays.end(),
                                [](const Relay& relay) { return relay.launched; });
   if (!all) return;
-  const double direct_ms = elapsed_ms(spread.start, spread.direct_end, gpu.context);
-  const double whole_ms = elapsed_ms(spread.start, spread.end, gpu.context);
-  if (direct_ms > 0)
-    blend(gpu.direct_bytes_per_ms[spread.inward], double(spread.direct_size) / direct_ms);
-  for (const Relay& relay : spread.relays) {
-    Link& link = *relay.link;
-    const double ms = elapsed_ms(relay.start, relay.end, gpus_[link.gpu].context);
-    if (ms <= 0) continue;
-    blend(link.bytes_per_ms, double(relay.size) / ms);
-    // What is not the relay's time is its latency if it was last. If it was not, that is a bound.
-    const double rest_ms = std::max(0.0, whole_ms - ms);
-    if (spread.relays.size() == 1 && whole_ms > direct_ms + kEventMs)
-      blend(link.latency_ms, rest_ms);
-    else if (rest_ms < link.latency_ms)
-      blend(link.latency_ms, rest_ms);
-  }
+  blend(gpu.direct_bytes_per_ms[spread.inward],
+        rate(spread.start, spread.direct_end, spread.direct_size, gpu.context));
+  for (const Relay& relay : spread.relays)
+    blend(relay.link->bytes_per_ms,
+          rate(relay.start, relay.end, relay.size, gpus_[relay.link->gpu].context));
 }
 
-// Returns 0 if the driver does not say.
-double Paths::elapsed_ms(void* start, void* end, void* context) {
+double Paths::rate(void* start, void* end, uint64_t size, void* context) {
   const Current current(driver_.cuda, context);
   float ms = 0;
-  return driver_.elapsed(&ms, start, end) == kCudaOk ? ms : 0;
+  if (driver_.elapsed(&ms, start, end) != kCudaOk || ms <= 0) return 0;
+  return double(size) / ms;
 }
 
 void Paths::give_back(Spread& spread) {
-  for (void* event : {spread.start, spread.direct_end, spread.end})
+  for (void* event : {spread.start, spread.direct_end})
     if (event != nullptr) gpus_[spread.gpu].events.push_back(event);
   for (Relay& relay : spread.relays) give_back(relay);
 }

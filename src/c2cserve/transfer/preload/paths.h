@@ -37,7 +37,6 @@ struct Lane {  // a stream of relays on a neighbour
 struct Link {  // of a GPU, as a neighbour of another one
   int gpu;
   double bytes_per_ms;  // of its last relays for that GPU, in one direction
-  double latency_ms;    // from a copy's start to its relay's, and from the relay's end to the copy's
 };
 
 struct Gpu {
@@ -63,7 +62,7 @@ struct Spread {  // a copy that was begun
   int gpu = -1;
   bool inward = false;
   void* stream = nullptr;
-  void *start = nullptr, *direct_end = nullptr, *end = nullptr;  // events
+  void *start = nullptr, *direct_end = nullptr;  // events
   uint64_t direct_size = 0;
   std::vector<Relay> relays;
 };
@@ -95,7 +94,7 @@ class Paths {
   void learn(const Spread& spread);
   void give_back(Spread& spread);
   void give_back(Relay& relay);
-  double elapsed_ms(void* start, void* end, void* context);
+  double rate(void* start, void* end, uint64_t size, void* context);
 
   Driver driver_;
   std::vector<char> cubin_;

@@ -88,7 +88,6 @@ const Options& options() {
     found.least_bytes = number_of("C2CSERVE_MULTIPATH_LEAST_BYTES", found.least_bytes);
     found.neighbours = int(number_of("C2CSERVE_MULTIPATH_NEIGHBOURS", found.neighbours));
     found.relay_file = getenv("C2CSERVE_MULTIPATH_RELAY");
-    found.borrowed = getenv("C2CSERVE_MULTIPATH_BORROW");
     return found;
   }();
   return made;

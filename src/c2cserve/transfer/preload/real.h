@@ -36,7 +36,6 @@ struct Options {  // of the environment
   uint64_t least_bytes = 6 << 20;  // smaller copies take one link
   int neighbours = 3;               // that a copy uses at most
   const char* relay_file = nullptr; // the relay kernel
-  const char* borrowed = nullptr;   // GPUs beside those that the program sees
 };
 const Options& options();
 

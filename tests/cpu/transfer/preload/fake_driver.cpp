@@ -156,7 +156,6 @@ int cuInit(unsigned) {
     pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); },
                    [] { new (&mutex) std::recursive_mutex; });  // another thread's there
   }
-  if (getenv("FAKE_SHOW_DEVICES")) printf("%s\n", getenv("CUDA_VISIBLE_DEVICES"));
   return 0;
 }
 
@@ -262,6 +261,13 @@ int cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
     default: return 1;
   }
   return 0;
+}
+
+// Says what it does not know by zeros.
+int cuPointerGetAttributes(unsigned count, const int* attributes, void** values, uint64_t address) {
+  if (count != 1) broken("several attributes");
+  cuPointerGetAttribute(values[0], attributes[0], address);
+  return current.empty() ? kInvalidContext : 0;
 }
 
 // ---- streams ------------------------------------------------------------------------------------

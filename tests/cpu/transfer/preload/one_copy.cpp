@@ -127,13 +127,6 @@ uint64_t copy(Memory& m, const std::string& what) {
 
 int main(int count, char** words) {
   CHECK(cuInit(0));
-  int devices = 0, device = 0;
-  CHECK(cuDeviceGetCount(&devices));
-  if (getenv("FAKE_SHOW_DEVICES") != nullptr) {
-    const bool hidden = cuDeviceGet(&device, devices) == 101;
-    printf("%d%s %s\n", devices, hidden ? ", others are hidden" : "",
-           getenv("CUDA_VISIBLE_DEVICES"));
-  }
   Memory memory;
   for (int i = 1; i < count; ++i) {
     const Counts before = counts();
