@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from c2cserve.core.events import StepParked
 from c2cserve.core.request import FinishReason, Sampling
-from c2cserve.engine.gpu import row_padding
+from c2cserve.engine.gpu import layers
 from c2cserve.engine.gpu.layers import handle_of
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import Sampler
@@ -131,7 +131,7 @@ def test_padding_rows_change_no_answer(
 
     ours = Ours(tmp_path, ops=gpu_ops())
     for a, b, padded in ((0, 1, lambda count: count), (2, 3, eights)):
-        monkeypatch.setattr(row_padding, "padded_rows", padded)
+        monkeypatch.setattr(layers, "padded_rows", padded)
         first, _ = ours.step([(a, PROMPT[:5], 0), (b, PROMPT[:2], 0)])
         second, beside = ours.step([(a, PROMPT[5:11], 5), (b, [7], 2)])
         answers.append([first, second, beside])
@@ -142,7 +142,7 @@ def test_padding_rows_change_no_answer(
 
 @pytest.mark.parametrize(("count", "rows"), [(64, 64), (65, 128), (512, 512), (1100, 1152)])
 def test_long_steps_have_few_numbers_of_rows(count: int, rows: int) -> None:
-    assert row_padding.padded_rows(count) == rows
+    assert layers.padded_rows(count) == rows
 
 
 def test_prompt_logprobs(tmp_path: Path) -> None:

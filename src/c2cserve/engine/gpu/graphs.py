@@ -26,8 +26,7 @@ from torch import Tensor
 
 from c2cserve.engine.gpu.graph_cache import GraphCache, GraphKey, bucket
 from c2cserve.engine.gpu.graph_pool import Captured, CaptureError, GraphPool
-from c2cserve.engine.gpu.layers import GpuLayer, SparseHalf
-from c2cserve.engine.gpu.row_padding import Launch, run_padded
+from c2cserve.engine.gpu.layers import GpuLayer, Launch, SparseHalf, run_padded
 from c2cserve.engine.gpu.tables import (
     GraphBinding,
     ModelTables,

@@ -1,13 +1,25 @@
-"""A decoder layer as a GPU slice runs it: handles of its matrices, biases in their dtype."""
+"""A decoder layer as a GPU slice runs it: handles of its matrices, biases in their dtype.
 
+Rows of long steps are padded, so that cuBLAS meets few numbers of them. For each new number it
+chooses kernels anew, which takes the host as long as the launch of 32 layers. Lengths of prompts
+hardly repeat, so most prompts would pay for it (`benchmarks/step_launch.py`, new lengths). Tiles of
+cuBLAS have 64 rows or more in any case. Attention leaves padding rows out, and no experts are
+chosen for them.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from c2cserve.core.tensors import Home
+from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED
 from c2cserve.kernels.gpu.gemm.weight import DTYPES, OperandError, WeightHandle
-from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, Mlp
+from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, Mlp, TokenRows
+
+_LONG = 1024
+"""The count of rows from which on tiles of 128 rows lose little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +88,34 @@ def handle_of(tensor: Tensor, device: torch.device) -> WeightHandle:
         home = "hbm" if tensor.device == device else "peer"
     shape = tuple(tensor.shape)
     return WeightHandle(tensor.data_ptr(), shape, DTYPES[tensor.dtype], home, tensor)
+
+
+# ---- rows of long steps -------------------------------------------------------------------------
+
+Launch = Callable[[Tensor, Sequence[GpuLayer], TokenRows, tuple[Tensor, Tensor], Tensor], Tensor]
+"""Launches layers over hidden, rows, rotary tables and arena. Returns the last one's branch."""
+
+
+def padded_rows(count: int) -> int:
+    """Return how many rows a step of several new tokens a sequence is computed with."""
+    if count <= ROWS_STREAMED:
+        return count
+    step = 64 if count <= _LONG else 128
+    return -(-count // step) * step
+
+
+def run_padded(
+    launch: Launch, hidden: Tensor, layers: Sequence[GpuLayer], rows: TokenRows,
+    rope: tuple[Tensor, Tensor], arena: Tensor,
+) -> None:  # fmt: skip
+    """Run layers in place: `hidden` [T, H] becomes the last layer's output. Raises as `launch`."""
+    count = len(hidden)
+    padded = padded_rows(count)
+    if padded == count:
+        hidden += launch(hidden, layers, rows, rope, arena)
+        return
+    wide = hidden.new_empty((padded, hidden.shape[1]))
+    wide[:count] = hidden
+    wide[count:].zero_()
+    branch = launch(wide, layers, rows, rope, arena)
+    hidden.copy_(wide[:count]).add_(branch[:count])

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from c2cserve.engine.gpu.graphs import DecodeGraphs
-from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, SparseHalf, gpu_layer, handle_of
-from c2cserve.engine.gpu.row_padding import run_padded
+from c2cserve.engine.gpu.layers import (
+    DenseHalf,
+    GpuLayer,
+    SparseHalf,
+    gpu_layer,
+    handle_of,
+    run_padded,
+)
 from c2cserve.engine.gpu.sampling import HostSampler, OnStepEnd, Sampler, is_plain
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention.flash import Flash
