@@ -1,7 +1,7 @@
 """A prompt whose weights are still on their way to HBM, on a real GPU: each layer runs when it has
 arrived, no bit depends on it, and no other model's step waits.
 
-`pytest -m gpu -s tests/gpu/test_arriving_layers.py` prints how long first tokens take.
+`pytest -m gpu -s tests/gpu/test_gpu_arriving.py` prints how long first tokens take.
 """
 
 import sys
