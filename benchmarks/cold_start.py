@@ -3,8 +3,9 @@
 python benchmarks/cold_start.py [--shape llama-8b] [--parts cold,prefix]
     [--tokens 16384,32768,65536] [--out FILE]
 
-cold     all matrices of a model from host memory into HBM, then its first token for a prompt of
-         512; over its bytes by the sum of the paths
+cold     all matrices of a model from host memory into HBM, and its first token for a prompt of
+         512. The prompt's layers run as they arrive, as on a slice (`engine.gpu.weight_loads`);
+         and, to compare, when all of them are there. Over the bytes by the sum of the paths
 prefix   the KV of so many tokens from host memory, scattered blocks, over computing it and over
          one path (MMA's figure 15)
 
@@ -18,7 +19,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -30,22 +30,26 @@ from report import report
 from torch import Tensor
 
 from c2cserve.core.actions import Move
-from c2cserve.core.tensors import ITEM_BYTES, Home
+from c2cserve.core.tensors import Home
+from c2cserve.engine.gpu.tables import matrices_by_layer
+from c2cserve.engine.gpu.weight_loads import WeightLoads
 from c2cserve.engine.models.config import ModelConfig, parse_config
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.engine.rotation import HostKv
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
+from c2cserve.memory.hbm_cache import HbmCache
 from c2cserve.memory.segment import place_tensors
-from c2cserve.transfer.engine import TransferEngine
-from c2cserve.transfer.moves import HOST, Segment, pack
+from c2cserve.transfer.engine import Ticket, TransferEngine
 
 PARTS = ("cold", "prefix")
 PROMPT, STEP_TOKENS = 512, 8192
 _ALIGNMENT = 2 << 20
 _COLD_BAR, _FIRST_TOKEN_BAR = 1.1, 1.15
 """Of the model's bytes over the sum of the paths."""
+_FIRST_TOKEN_TO_LOAD_BAR = 1.15
 _REPEATS = 4
-_COMPARED = 1 << 30
 Rows = list[dict[str, Any]]
+Loads = WeightLoads[Ticket]
 
 
 class Site(Protocol):
@@ -58,6 +62,10 @@ class Site(Protocol):
     def links(self) -> int: ...
 
     def opened(self, links: int) -> AbstractContextManager[TransferEngine]: ...
+
+    def loading(self, engine: TransferEngine, room: Tensor) -> tuple[Any, HbmCache, Loads]:
+        """Return GEMMs that find weights in `room`, that cache, and what loads models into it."""
+        ...
 
     def rate(self, links: int) -> float:
         """Bytes a second that plain copies into so many GPUs bring at once."""
@@ -81,13 +89,7 @@ class ColdStart:
         self._config = parse_config(raw)
         self._machine.warm(self._config)
         self.bars: Rows = []
-        places, end = place_tensors(plan_layout(self._config), 0)
-        # Norms are in HBM for all models, as a slice has them.
-        self._spans = sorted(
-            (place.offset, prod(place.shape) * ITEM_BYTES[place.dtype])
-            for place in places.values()
-            if len(place.shape) > 1
-        )
+        _, end = place_tensors(plan_layout(self._config), 0)
         size = end + _ALIGNMENT
         self._here = self._machine.buffer("hbm", size)
         self._home = self._machine.buffer("host", size)
@@ -103,53 +105,57 @@ class ColdStart:
 
     def cold(self) -> Rows:
         """The bars are of all links."""
-        self._engine.attach("a", self._config, self._here)
-        near, far = self._here.data_ptr(), self._home.data_ptr()
-        packed = pack(Segment(near + at, far + at, size, 0, HOST) for at, size in self._spans)
-        size = sum(size for _, size in self._spans)
-        self._first_token_s()
         rows: Rows = []
         for links in range(1, self._site.links + 1):
-            loads: list[float] = []
-            firsts: list[float] = []
             with self._site.opened(links) as engine:
-                for _ in range(_REPEATS):
-                    for at, count in self._spans:
-                        self._here[at : at + count].zero_()
-                    [talk] = self._engine.talk("a", PROMPT)
-                    self._machine.synchronize()
-                    begun_s = time.perf_counter()
-                    engine.wait(engine.submit(packed))
-                    loads.append(time.perf_counter() - begun_s)
-                    self._engine.step([talk])
-                    firsts.append(time.perf_counter() - begun_s)
-                    self._engine.end()
-            self._compare()
-            floor_s = size / self.rates[links]
-            load_s, first_s = median(loads[1:]), median(firsts[1:])
-            rows.append({
-                "links": links, "bytes": size, "floor_s": floor_s, "load_s": load_s,
-                "first_token_s": first_s, "prompt": PROMPT, "load_to_floor": load_s / floor_s,
-                "first_token_to_floor": first_s / floor_s, "first_token_to_load": first_s / load_s,
-            })  # fmt: skip
+                rows.append({"links": links, "prompt": PROMPT} | self._cold(engine, links))
         last = rows[-1]
         what = f"from host to resident over {last['links']} links"
         self._hold(f"{what}, to the sum of paths", last["load_to_floor"], _COLD_BAR)
         ratio = last["first_token_to_floor"]
         self._hold(f"{what}, first token to the sum of paths", ratio, _FIRST_TOKEN_BAR)
+        ratio = last["first_token_to_load"]
+        self._hold(f"{what}, first token to its load", ratio, _FIRST_TOKEN_TO_LOAD_BAR)
         return rows
 
-    def _first_token_s(self) -> float:
-        seconds = self._engine.step(self._engine.talk("a", PROMPT))
-        self._engine.end()
-        return seconds
-
-    def _compare(self) -> None:
-        for at, size in self._spans:
-            for start in range(at, at + size, _COMPARED):
-                stop = min(start + _COMPARED, at + size)
-                there = self._home[start:stop].to(self._here.device)
-                assert torch.equal(self._here[start:stop], there), f"other bytes from {start} on"
+    def _cold(self, engine: TransferEngine, links: int) -> dict[str, Any]:
+        multiply, cache, loads = self._site.loading(engine, self._here)
+        run = Engine(self._machine, multiply, cache, arrived=loads.arrived)
+        prepared = run.attach("a", self._config, self._home).prepared(run.ops)
+        assert prepared is not None
+        layers = matrices_by_layer(*prepared, self._machine.device)
+        times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        tokens: list[list[int]] = []
+        prompt = run.prompt("a", PROMPT)
+        for _ in range(_REPEATS):
+            for waits in (False, True):
+                self._here.zero_()
+                talk = run.talk_about("a", prompt)
+                self._machine.synchronize()
+                begun_s = time.perf_counter()
+                loads.fetch("a", lambda: layers, 0)
+                while waits and loads.arrived("a") is not None:
+                    pass
+                run.launch([talk])
+                tokens.append(run.finish())
+                first_s = time.perf_counter() - begun_s
+                [outcome] = loads.poll()
+                assert not outcome.refused, "the model does not fit"
+                times[waits].append((outcome.took_s, first_s))
+                run.end()
+                _compare(cache, layers)
+                loads.release("a")
+        assert all(one == tokens[0] for one in tokens), "the first tokens differ"
+        run.detach("a")
+        size = sum(w.bytes for layer in layers for w in layer)
+        floor_s = size / self.rates[links]
+        load_s, first_s = (median(column[1:]) for column in zip(*times[False], strict=True))
+        waited_s = median(first for _, first in times[True][1:])
+        return {
+            "bytes": size, "floor_s": floor_s, "load_s": load_s, "first_token_s": first_s,
+            "first_token_after_load_s": waited_s, "load_to_floor": load_s / floor_s,
+            "first_token_to_floor": first_s / floor_s, "first_token_to_load": first_s / load_s,
+        }  # fmt: skip
 
     # ---- prefixes --------------------------------------------------------------------------------
 
@@ -198,6 +204,17 @@ class ColdStart:
         kv.start(move, block)
         while not kv.finished():
             pass
+
+
+def _compare(cache: HbmCache, layers: Sequence[Sequence[WeightHandle]]) -> None:
+    """Compare what has arrived with what is at home."""
+    for w in (one for layer in layers for one in layer):
+        near, home = cache.location(w), w.owner
+        assert near.home == "hbm", "a matrix has not arrived"
+        assert isinstance(near.owner, Tensor)
+        assert isinstance(home, Tensor)
+        there = home.view(torch.uint8).flatten().to(near.owner.device)
+        assert torch.equal(near.owner, there), "other bytes have arrived"
 
 
 def measure(site: Site, shape: str, parts: Sequence[str], counts: Sequence[int]) -> dict[str, Any]:

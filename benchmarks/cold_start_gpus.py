@@ -1,5 +1,6 @@
 """The GPUs of this machine for `cold_start.py`: the model is on the first one."""
 
+import time
 from contextlib import AbstractContextManager
 
 import torch
@@ -9,15 +10,27 @@ from transfers_run import native, opened, timed
 
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.gpu.kv_copies import KvCopies
+from c2cserve.engine.gpu.load_transfers import LoadTransfers
+from c2cserve.engine.gpu.weight_loads import WeightLoads
 from c2cserve.engine.rotation import HostKv
 from c2cserve.kernels.gpu.driver import new_stream
+from c2cserve.kernels.gpu.gemm.linear import Linear
+from c2cserve.memory.hbm_cache import HbmCache
 from c2cserve.memory.pinning import PinnedRegion, pin_array
-from c2cserve.transfer.engine import TransferEngine
+from c2cserve.transfer.engine import Ticket, TransferEngine
 from c2cserve.transfer.moves import HOST, Segment
 
 _LINKS_MOST = 2
 _RATE_BYTES = 2 << 30
 _SPARE_TOKENS = 16384
+
+
+def _nobody() -> None:
+    """Nobody is notified: the benchmark polls."""
+
+
+def _no_neighbour(address: int) -> int:
+    raise AssertionError(f"no neighbour has the weights at {address:#x}")
 
 
 class GpuSite:
@@ -33,6 +46,15 @@ class GpuSite:
 
     def opened(self, links: int) -> AbstractContextManager[TransferEngine]:
         return opened(links)
+
+    def loading(
+        self, engine: TransferEngine, room: torch.Tensor
+    ) -> tuple[Linear, HbmCache, WeightLoads[Ticket]]:
+        cache = HbmCache(room, None)
+        stream = torch.cuda.current_stream()
+        copies = LoadTransfers(engine, self.machine.device, [stream], _nobody, _no_neighbour)
+        loads = WeightLoads(cache, copies, time.perf_counter, lambda _: True)
+        return self.machine.linear_of(cache), cache, loads
 
     def rate(self, links: int) -> float:
         source = self.machine.buffer("host", 1)  # the one that is there

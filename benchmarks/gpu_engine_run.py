@@ -19,6 +19,7 @@ from c2cserve.engine.gpu.ops import GpuOps, Multiply
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.models.layout import plan_layout
+from c2cserve.engine.parked import Arrived
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp
@@ -86,6 +87,8 @@ class BufferWeights:
 
     def missing(self, groups: Iterable[int]) -> list[int]:
         return []
+
+    def want(self, groups: Iterable[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -162,10 +165,11 @@ class Engine:
 
     def __init__(
         self, machine: Machine, multiply: Multiply, cache: Any = None, *, graphs: bool = True,
-        pause_s: float = 0.0,
+        pause_s: float = 0.0, arrived: Arrived = lambda _: None,
     ) -> None:  # fmt: skip
         """`cache`: what `multiply` keeps weights in; without `graphs` every kernel is launched.
-        `pause_s`: between two looks at a step, where other threads have something to do."""
+        `pause_s`: between two looks at a step, where other threads have something to do.
+        `arrived`: which layers have, of models that are being loaded."""
         self.machine = machine
         self._pause_s = pause_s
         self.watch = Watched(multiply, machine)
@@ -178,7 +182,7 @@ class Engine:
         self._deltas: list[Delta] = []
         self.executor = Executor(
             "bench", self.ops, self.arena, self._report, time.perf_counter,
-            to_device=machine.staging,
+            to_device=machine.staging, arrived=arrived,
         )  # fmt: skip
         self._kv: dict[str, KvLayout] = {}
         self._vocab: dict[str, int] = {}
@@ -203,16 +207,19 @@ class Engine:
 
     def talk(self, model: str, prompt: int, count: int = 1) -> list[str]:
         """Requests with random prompts of that length, not begun."""
-        names: list[str] = []
-        for _ in range(count):
-            self._made += 1
-            name = f"r{self._made}"
-            tokens = tuple(self._random.randrange(self._vocab[model]) for _ in range(prompt))
-            request = Request(name, model, prompt, 4096, 0.0)
-            self.executor.add(Job(request, tokens, _GREEDY))
-            self._talks[name] = _Talk(model, prompt, [])
-            names.append(name)
-        return names
+        return [self.talk_about(model, self.prompt(model, prompt)) for _ in range(count)]
+
+    def prompt(self, model: str, length: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(self._vocab[model]) for _ in range(length))
+
+    def talk_about(self, model: str, prompt: tuple[int, ...]) -> str:
+        """A request with this prompt, not begun."""
+        self._made += 1
+        name = f"r{self._made}"
+        request = Request(name, model, len(prompt), 4096, 0.0)
+        self.executor.add(Job(request, prompt, _GREEDY))
+        self._talks[name] = _Talk(model, len(prompt), [])
+        return name
 
     def step(self, names: Sequence[str]) -> float:
         """Seconds of one step of all: their prompts, or one token each. Raises RuntimeError if it
@@ -271,8 +278,10 @@ class Engine:
         self._begin()
         self._submit(names)
 
-    def finish(self) -> None:
+    def finish(self) -> list[int]:
+        """Return the tokens that the step has sampled."""
         self._until_done(1)
+        return [token for delta in self._deltas for token in delta.tokens]
 
     def _report(self, event: SliceEvent | None, deltas: Sequence[Delta]) -> None:
         self._deltas += deltas

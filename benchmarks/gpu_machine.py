@@ -123,7 +123,10 @@ class Gpu:
             return Linear(self.context, self._chooser), None
         room = torch.empty(kept_bytes, dtype=torch.uint8, device=self.device)
         cache = HbmCache(room, Residency(kept_bytes))
-        return Linear(self.context, self._chooser, cache), cache
+        return self.linear_of(cache), cache
+
+    def linear_of(self, cache: HbmCache) -> Linear:
+        return Linear(self.context, self._chooser, cache)
 
     def capture_decoding(self, ops: GpuOps, linear: Linear, cache: HbmCache | None) -> None:
         ops.capture_decoding(linear.launched, cache)

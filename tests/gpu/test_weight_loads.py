@@ -19,7 +19,7 @@ from c2cserve.core.events import Fetched
 from c2cserve.engine.gpu.peers import open_peers
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
-from c2cserve.engine.gpu.tables import all_matrices
+from c2cserve.engine.gpu.tables import matrices_by_layer
 from c2cserve.kernels.gpu.driver import copy_async
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.policy.weights.lending import Lending
@@ -355,10 +355,10 @@ def timed_load(gpu: GpuParts, model: LateModel) -> float:
     loads = gpu.loads
     assert loads is not None
 
-    def locate() -> list[WeightHandle]:
+    def locate() -> list[list[WeightHandle]]:
         prepared = model.decoder.prepared(gpu.ops)
         assert prepared is not None
-        return all_matrices(*prepared, gpu.device)
+        return matrices_by_layer(*prepared, gpu.device)
 
     locate()
     gpu.finish()

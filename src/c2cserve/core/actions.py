@@ -61,9 +61,9 @@ class Activate:
     model: str
     slice_id: str
     keep: bool = False
-    """The slice loads its weights as a whole before it computes (`Fetch`), beside what computes
-    there. It may drop them for others', and load them again. If false, steps read the weights where
-    they lie."""
+    """The slice loads its weights as a whole (`Fetch`), beside what computes there. Prompts use
+    them as they arrive. It may drop them for others', and load them again. If false, steps read the
+    weights where they lie."""
 
 
 @value
@@ -272,7 +272,8 @@ class DropPrefix:
 @value
 class Fetch:
     """Load the weights of an active model that is kept into the slice's memory, beside what
-    computes; then comes `events.Fetched`."""
+    computes; then comes `events.Fetched`. Its steps may be submitted at once: they use each layer
+    when it has arrived, and are parked meanwhile (`events.StepParked`)."""
 
     model: str
     kv_end_bytes: int | None = None
@@ -283,7 +284,7 @@ class Fetch:
 @value
 class Release:
     """Its weights are in the slice's memory no more: their place is free at once. A load under way
-    ends, and no `events.Fetched` follows."""
+    ends, and no `events.Fetched` follows. Steps that wait for it fail."""
 
     model: str
 

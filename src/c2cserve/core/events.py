@@ -239,7 +239,7 @@ class Activated:
     spec: ModelSpec
     keep: bool = False
     """It computes while all of its weights are in the slice's memory (`actions.Fetch`), or once
-    they were refused a place there (`Fetched`)."""
+    they were refused a place there (`Fetched`). Prompts use them as they arrive."""
 
 
 @value
@@ -318,7 +318,8 @@ class StepFailed:
 
 @value
 class StepParked:
-    """The step waits for weights that are still loading; the slice is free for other models.
+    """The step waits for weights that are still loading, into the pool or into the slice's memory;
+    the slice is free for other models.
     Its `StepDone` comes later."""
 
     step_id: int

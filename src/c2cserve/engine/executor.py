@@ -8,13 +8,14 @@ given what computes: operators, and an arena in memory that they reach.
 
 A slice may have a second lane (`engine.lanes`), which has launched steps of its own. `submit`
 launches a step. Where operators compute inline the step is over at once, else `poll`
-collects its sample when that is known. A step that meets weights still loading is parked, and
-`poll` resumes it.
+collects its sample when that is known. A step that meets weights still loading is parked
+(`engine.parked`), and `poll` resumes it.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from c2cserve.core.step import Lane, SeqStep, Step
 from c2cserve.engine.guides import Guides, LateSample, StepMasks
 from c2cserve.engine.lanes import LaneParts, LaneSteps, compute_seconds, lanes_of
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
+from c2cserve.engine.parked import Arrived, ParkedSteps
 from c2cserve.engine.prefixes import PrefixBlocks
 from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.report import ExecutorState, Report
@@ -58,6 +60,7 @@ class Executor:
         guides: Guides | None = None,
         streaming: LaneParts | None = None,
         streamed_bytes: Callable[[], int] = lambda: 0,
+        arrived: Arrived = lambda _: None,
     ) -> None:
         """`arena`: uint8, all of the slice's KV memory. `to_device` moves a batch from the host to
         where the operators read it (None: that is the host).
@@ -69,7 +72,8 @@ class Executor:
 
         `ops`, `to_device` and `timer` (None: steps are over when they are launched) are the
         resident lane's; `streaming` is the other, if there is one.
-        `streamed_bytes` counts the bytes of weights that launches of both read over a link.
+        `streamed_bytes` counts the bytes of weights that launches of both read over a link. Steps
+        wait for layers that have not `arrived`, without being polled for it.
         """
         own = LaneParts(ops, to_device, timer=timer or InlineTimer(clock))
         self._lanes = lanes_of(own, streaming)
@@ -78,12 +82,11 @@ class Executor:
         self._slice_id, self._fatal = slice_id, fatal
         self._renew, self._renewals = renew, 0
         self._ops = ops
-        self._report = report
-        self._clock = clock
+        self._report, self._clock = report, clock
         self._arena = arena
         self._models: dict[str, Decoder] = {}
         self._seqs: dict[str, Sequence] = {}
-        self._parked: list[tuple[Run, Work]] = []
+        self._arrived, self._parked = arrived, ParkedSteps(arrived)
         self.host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
         self.prefixes = PrefixBlocks(self.host_kv.extents, self.host_kv.copier, clock)
         self._guides = Guides() if guides is None else guides
@@ -96,7 +99,15 @@ class Executor:
             lane.parts.attached()
 
     def detach(self, model: str) -> None:
+        self.abandon(model)
         self._models.pop(model, None)
+
+    def abandon(self, model: str) -> None:
+        """Let the model's parked steps fail: what they wait for does not come any more."""
+        for run in self._parked.take(model):
+            run.fail(f"the weights of {model} are here no more")
+            self._lanes[run.step.lane].launched.append(run)
+            self._collect(self._lanes[run.step.lane])
 
     def prepare(self, job: Job) -> bool:
         """Begin to prepare a request. Return whether it can be added at once. If not, the state
@@ -131,7 +142,7 @@ class Executor:
     def lanes_in_flight(self, model: str) -> set[Lane]:
         """Return the lanes in which steps of the model are launched or parked."""
         launched = [run for lane in self._lanes.values() for run in lane.launched]
-        steps = (run.step for run in (*launched, *(run for run, _ in self._parked)))
+        steps = (run.step for run in (*launched, *self._parked))
         return {step.lane for step in steps if step.model == model}
 
     # ---- steps ----------------------------------------------------------------------------------
@@ -168,14 +179,11 @@ class Executor:
                 self.host_kv.forget(move.request_id)
         for moved in self.prefixes.finished():
             self._report(moved, ())
-        waiting, self._parked = self._parked, []
-        for run, work in waiting:
-            if self._behind_parked(run):
-                self._parked.append((run, work))
-            else:
-                self._advance(run, work)
+        for run, work in self._parked.ready():
+            self._advance(run, work)
         computing = any(lane.launched for lane in self._lanes.values())
-        return ExecutorState(computing, bool(self._parked), self._renewals, self._guides.prepared())
+        awaits_pool, prepared = self._parked.awaits_pool, self._guides.prepared()
+        return ExecutorState(computing, awaits_pool, self._renewals, prepared)
 
     def _move(self, move: Move) -> None:
         seq = self._seqs.get(move.request_id)
@@ -199,18 +207,11 @@ class Executor:
         lane.last_model = step.model
         run = Run(step, kind_of(step, switched=switched), self._clock(), switched)
         self.costs.steps[run.kind] += 1
-        if self._behind_parked(run):
-            self._park(run, self._work(run))
-        else:
-            self._advance(run, self._work(run))
-
-    def _behind_parked(self, run: Run) -> bool:
-        """Return whether one of its requests has an earlier step that is parked."""
-        ids = {part.request_id for part in run.step.seqs}
-        return any(part.request_id in ids for other, _ in self._parked for part in other.step.seqs)
+        go_on = self._park if self._parked.behind(run) else self._advance
+        go_on(run, self._work(run))
 
     def _park(self, run: Run, work: Work) -> None:
-        self._parked.append((run, work))
+        self._parked.add(run, work)
         if run.parked_since_s is None:
             self._report(StepParked(run.step.id), ())
         run.parked_since_s = self._clock()
@@ -233,7 +234,8 @@ class Executor:
         self.costs.batch_s[run.kind] += started_s - began_s - collected_s
         run.note_start(started_s)
         masks = StepMasks(self._guides, run, decoder.config.vocab)
-        logits = yield from decoder.forward(batch, lane.ops, self._arena)
+        arrived = partial(self._arrived, run.step.model)
+        logits = yield from decoder.forward(batch, lane.ops, self._arena, arrived)
         return self._sample(run, logits, lane.ops, masks)
 
     def _decoder(self, model: str) -> Decoder:
@@ -315,7 +317,7 @@ class Executor:
         with lane.current():
             lane.timer.begin(run.kind)
             try:
-                next(work)
+                run.awaits_pool = bool(next(work))
             except StopIteration as end:
                 run.sample, whole = end.value, True
             lane.timer.end()
@@ -330,9 +332,7 @@ class Executor:
         what `renew` does.
         """
         log.error("step %d of %s failed", run.step.id, run.step.model, exc_info=fault)
-        run.failed = f"{type(fault).__name__}: {fault}"
-        for seq in run.seqs:
-            seq.lost = True
+        run.fail(f"{type(fault).__name__}: {fault}")
         if self._renew is not None:
             self._renew()
             self._renewals += 1

@@ -16,7 +16,7 @@ class ExecutorState:
     computing: bool
     """A step is under way that is not parked."""
     parked: bool
-    """A step waits for weights."""
+    """A step waits for weights that are being loaded into the pool."""
     renewals: int
     """How often operators' state was built anew after a failed step."""
     prepared: list[Job]

@@ -13,7 +13,8 @@ from c2cserve.engine.step_costs import StepKind
 from c2cserve.kernels.ops import Sample
 
 Work = Generator[list[int], None, Sample]
-"""A step from building its batch to the launch of sampling. It yields when weights are missing."""
+"""A step from building its batch to the launch of sampling. It yields when weights are missing: the
+groups that the pool lacks, none if layers have not arrived where steps read them."""
 
 
 @dataclass(slots=True)
@@ -40,10 +41,20 @@ class Run:
     launched_s: float = 0.0
     """The time when the launch of its last part began."""
     parked_since_s: float | None = None
+    awaits_pool: bool = False
+    """While it is parked: what it waits for is being loaded into the pool."""
+    layers_there: int | None = None
+    """The layers that had arrived when it was parked; None: no load was under way."""
     failed: str = ""
     """The reason why it was not launched or collected; it samples nothing then."""
     outcomes: list[SeqOutcome] = field(default_factory=list[SeqOutcome])
     deltas: list[Delta] = field(default_factory=list[Delta])
+
+    def fail(self, reason: str) -> None:
+        """Note that it samples nothing. Its requests begin anew."""
+        self.failed = reason
+        for seq in self.seqs:
+            seq.lost = True
 
     def note_start(self, now: float) -> None:
         """Note when its requests started, for those that had not."""

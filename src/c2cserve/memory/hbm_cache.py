@@ -10,7 +10,7 @@ that still reads the weights is enqueued before the work that writes KV there.
 Weights come in one of two ways:
 
 - Whole models: `reserve` takes places for all matrices of a model, the caller fills them, and
-  `show` makes all of them visible at once (`engine.gpu.weight_loads`). Policies decide which
+  `show` makes those visible that are there (`engine.gpu.weight_loads`). Policies decide which
   models: `policy.weights.weight_swapping`.
 - One by one, as they stream by, where a `CachePolicy` says so: `policy.weights.hbm_residency`, on
   slices whose link is not known.
@@ -143,7 +143,7 @@ class HbmCache:
         return self._arena.data_ptr() + (self._arena.numel() if offset is None else offset)
 
     def reserve(self, model: str, weights: Sequence[WeightHandle]) -> list[WeightHandle] | None:
-        """Take places for all of a model's weights, which become visible with `show`.
+        """Take places for all of a model's weights. They become visible with `show`.
 
         Return the places in the order of `weights`. None, and nothing is taken, if some weight
         finds no place above the KV.
@@ -166,13 +166,17 @@ class HbmCache:
         self._whole[model] = list(starts)
         return handles
 
-    def show(self, model: str) -> None:
-        """Make a model's weights visible. They are all there, and nothing has to wait for them."""
-        for key in self._whole[model]:
-            self._entries[key] = entry = self._reserved.pop(key)
+    def show(self, weights: Iterable[WeightHandle], *, last: bool) -> None:
+        """Make weights with reserved places visible. They are there, and nothing has to wait for
+        them. `last`: none of their model's are left.
+
+        `changes` rises with the last ones alone: what was looked up before is right until then,
+        since weights at home stay there. So nothing is looked up again for each part of a model."""
+        for w in weights:
+            self._entries[w.pointer] = entry = self._reserved.pop(w.pointer)
             self.bytes += entry.stop - entry.start
             self.counts.cached_bytes += entry.stop - entry.start
-        self._changes += 1
+        self._changes += last
 
     def release(self, model: str) -> None:
         """Give back the places of a model, shown or not. Do nothing for one without places."""

@@ -24,6 +24,7 @@ _ROUNDS = 60
 ROW = 512
 """Bytes of a row of a weight."""
 TASK_BYTES = 3 * ROW
+PART_BYTES = 8 * ROW
 UNDER_WAY = 2
 """Micro-tasks that are under way at a time: a cancelled ticket runs as many."""
 
@@ -138,10 +139,11 @@ class FakeCopies:
         for lane in (self.steps, self.streaming):
             lane.wait(ticket.over)
 
-    def run(self, tasks: int = 1 << 30) -> None:
+    def run(self, tasks: int = 1 << 30, *, last_first: bool = False) -> None:
+        """`last_first`: as over a second link that is faster."""
         for _ in range(tasks):
             self.tickets.sort(key=lambda one: one.cancelled)
-            if not any(one.run() for one in self.tickets):
+            if not any(one.run() for one in self.tickets[:: -1 if last_first else 1]):
                 break
             self.tickets = [one for one in self.tickets if not one.over.over]
 
@@ -184,7 +186,9 @@ class FakeSlice:
         self.fence.reading = lambda model: {one.lane for one in self.flying if one.model == model}
         self.cache = HbmCache(self.arena, None, None, self.fence.dropped)
         self.now = 0.0
-        self.loads = WeightLoads(self.cache, self.copies, lambda: self.now, self.fatal)
+        self.loads = WeightLoads(
+            self.cache, self.copies, lambda: self.now, self.fatal, part_bytes=PART_BYTES
+        )
         self.pooled = set(rows)
         """Models that are in the pool as a whole."""
         self.kv_ends: dict[Lane, int] = dict.fromkeys(self.lanes, 0)
@@ -202,14 +206,18 @@ class FakeSlice:
             self._end_kv(kv_end)
         self.loads.fetch(model, lambda: self.locate(model), kv_end)
 
-    def locate(self, model: str) -> list[WeightHandle] | None:
+    def locate(self, model: str) -> list[list[WeightHandle]] | None:
+        """Each matrix is a layer."""
         if model not in self.host:
             raise LookupError(f"no {model}")
-        return self.weights[model] if model in self.pooled else None
+        return [[w] for w in self.weights[model]] if model in self.pooled else None
 
     def whole(self, model: str) -> bool:
         """Whether a step launched now reads all of the model in the arena."""
-        return all(self.cache.location(w).home == "hbm" for w in self.weights[model])
+        return all(map(self.is_kept, self.weights[model]))
+
+    def is_kept(self, w: WeightHandle) -> bool:
+        return self.cache.location(w).home == "hbm"
 
     @property
     def flying(self) -> list[_Step]:

@@ -20,28 +20,75 @@ def size_of(model: str) -> int:
     return sum(ROWS[model]) * ROW
 
 
-def test_a_model_is_shown_at_once_when_all_of_it_has_arrived() -> None:
+def test_layers_are_shown_as_they_arrive() -> None:
     slice_ = FakeSlice(ARENA, ROWS)
     changes = slice_.cache.changes
     slice_.fetch("a", 0)
+    assert slice_.loads.arrived("b") is None, "it is not loaded"
     slice_.now = 2.0
+    seen: list[tuple[int | None, int]] = []
     while slice_.loads._loads:
         slice_.step("a", 4 * ROW)
-        assert slice_.cache.bytes == 0
-        assert slice_.cache.changes == changes
+        seen.append((slice_.loads.arrived("a"), slice_.cache.bytes))
+        assert slice_.cache.changes == changes, "tables look for moved weights once"
         slice_.copies.steps.run()
         slice_.copies.run(1)
         slice_.poll()
+    first = ROWS["a"][0] * ROW
+    assert seen == [(0, 0)] * 3 + [(1, first)] * 4, "layers of a part come together"
+    assert slice_.loads.arrived("a") is None
+    assert not slice_.loads.over_link("a")
     assert slice_.outcomes == [LoadOutcome("a", 2.0)]
     assert slice_.cache.changes == changes + 1
     assert slice_.cache.bytes == size_of("a")
     slice_.step("a", 4 * ROW)
     slice_.copies.steps.run()
-    assert slice_.checked == len(ROWS["a"])
+    assert slice_.checked == 4 + len(ROWS["a"]), "steps read what was shown when launched"
     assert slice_.copies.held == 0, "no step waited"
     counts = slice_.loads.counts
     assert (counts.fetches, counts.copied_bytes, counts.seconds) == (1, size_of("a"), 2.0)
     assert (counts.cancelled, counts.refused) == (0, 0)
+
+
+def test_a_part_that_overtakes_another_is_shown_after_it() -> None:
+    slice_ = FakeSlice(ARENA, ROWS)
+    slice_.fetch("b", 0)
+    slice_.copies.steps.run()
+    slice_.copies.run(4, last_first=True)
+    assert slice_.copies.tickets, "the first part is under way"
+    assert slice_.loads.arrived("b") == 0
+    slice_.copies.run(4)
+    assert slice_.loads.arrived("b") is None
+    assert slice_.poll() == [LoadOutcome("b")]
+
+
+def test_a_load_that_ends_halfway_leaves_nothing_of_its_model() -> None:
+    slice_ = FakeSlice(ARENA, ROWS)
+    slice_.fetch("a", 0)
+    slice_.copies.steps.run()
+    slice_.copies.run(4)
+    assert slice_.loads.arrived("a") == 1
+    slice_.step("a", 0)
+    changes = slice_.cache.changes
+    slice_.loads.release("a")
+    assert slice_.loads.arrived("a") is None
+    assert slice_.loads.over_link("a")
+    assert slice_.cache.changes > changes
+    assert slice_.cache.bytes == 0
+    slice_.fetch("d", 0)
+    slice_.finish()
+    assert slice_.checked == 1, "it was not overwritten before the step had read it"
+    assert slice_.whole("d")
+
+
+def test_a_load_that_waits_for_the_pool_has_no_layers_yet() -> None:
+    slice_ = FakeSlice(ARENA, ROWS)
+    slice_.pooled.discard("a")
+    slice_.fetch("a", 0)
+    assert slice_.loads.arrived("a") == 0
+    slice_.pooled.add("a")
+    slice_.finish()
+    assert slice_.loads.arrived("a") is None
 
 
 def test_a_load_waits_for_steps_that_still_read_what_was_there() -> None:
@@ -263,6 +310,8 @@ Turn = st.one_of(
     st.tuples(st.just("step"), st.sampled_from("abcd"), st.integers(0, 64)),
     st.tuples(st.just("steps run"), st.just(""), st.integers(1, 3)),
     st.tuples(st.just("copies run"), st.just(""), st.integers(1, 6)),
+    st.tuples(st.just("later copies run"), st.just(""), st.integers(1, 3)),
+    st.tuples(st.just("look"), st.sampled_from("abcd"), st.just(0)),
     st.tuples(st.just("poll"), st.just(""), st.just(0)),
     st.tuples(st.just("pool"), st.sampled_from("abcd"), st.integers(0, 1)),
     st.tuples(st.just("drop"), st.just(""), st.just(0)),
@@ -314,6 +363,10 @@ def check_turns(slice_: FakeSlice, turns: list[tuple[str, str, int]]) -> None:
                 slice_.copies.streaming.run(number)
             case "copies run":
                 slice_.copies.run(number)
+            case "later copies run":
+                slice_.copies.run(number, last_first=True)
+            case "look":
+                check_arrived(slice_, model)
             case "pool":
                 (slice_.pooled.add if number else slice_.pooled.discard)(model)
             case "drop":
@@ -338,6 +391,16 @@ def check_turns(slice_: FakeSlice, turns: list[tuple[str, str, int]]) -> None:
     assert slice_.cache.bytes == 0
     kv_end = slice_.cache._kv_end
     assert slice_.cache._gaps() == ([(kv_end, ARENA)] if kv_end < ARENA else []), "a trace is left"
+
+
+def check_arrived(slice_: FakeSlice, model: str) -> None:
+    """The first layers are in the arena, and only they."""
+    there = slice_.loads.arrived(model)
+    if there is None:
+        assert slice_.whole(model) or not any(map(slice_.is_kept, slice_.weights[model]))
+        return
+    kept = [slice_.is_kept(w) for w in slice_.weights[model]]
+    assert kept == [at < there for at in range(len(kept))]
 
 
 def kv_end_of(slice_: FakeSlice, rows: int) -> int:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from c2cserve.core.actions import EngineAction, Fetch, Release, RunStep, SliceAction
-from c2cserve.core.events import Fetched, SeqOutcome, SliceEvent, StepDone
+from c2cserve.core.events import (
+    Fetched,
+    SeqOutcome,
+    SliceEvent,
+    StepDone,
+    StepFailed,
+    StepParked,
+)
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job, Request, Sampling, Slo
@@ -125,12 +132,23 @@ def steps(actions: list[EngineAction]) -> list[int]:
     return [action.step.id for action in actions if isinstance(action, RunStep)]
 
 
-def test_a_kept_model_is_fetched_then_it_computes(worker: Worker) -> None:
+def first_step(worker: Worker, *over: SliceEvent) -> int:
+    """The step that begins with the load of its model, and waits for it."""
+    fetch, step = [one for one in worker.run(*over) if not isinstance(one, Release)]
+    assert isinstance(fetch, Fetch)
+    assert isinstance(step, RunStep)
+    assert step.step.model == fetch.model
+    assert fetch.kv_end_bytes == step.step.kv_end_bytes == SLAB, "its KV lies below its weights"
+    assert worker.run(StepParked(step.step.id)) == []
+    return step.step.id
+
+
+def test_a_kept_model_computes_while_it_is_fetched(worker: Worker) -> None:
     worker.activate(SPEC)
     worker.ask("r", "m")
-    assert worker.run() == [Fetch("m", 0)], "it waits for its weights"
+    step = first_step(worker)
     worker.heard()
-    [step] = steps(worker.run(Fetched("m", 0.5)))
+    assert not steps(worker.run(Fetched("m", 0.5))), "its step is under way"
     assert msg.Ready("m", 0.5) in worker.heard()
     done = StepDone(step, (SeqOutcome("r", 1, finished=True),), 0.01)
     worker.run(done)
@@ -138,14 +156,37 @@ def test_a_kept_model_is_fetched_then_it_computes(worker: Worker) -> None:
     assert worker.run() == [Release("m")]
 
 
-def test_a_model_that_is_refused_places_streams(worker: Worker) -> None:
+def test_others_that_come_meanwhile_follow_when_the_step_is_over(worker: Worker) -> None:
     worker.activate(SPEC)
     worker.ask("r", "m")
-    worker.run()
+    step = first_step(worker)
+    worker.ask("s", "m")
+    assert worker.run() == [], "the model has a step that is parked"
+    worker.run(Fetched("m", 0.5))
+    assert steps(worker.run(StepDone(step, (SeqOutcome("r", 1, finished=False),), 0.01)))
+
+
+def test_the_time_of_a_step_beside_its_load_teaches_nothing(worker: Worker) -> None:
+    worker.activate(SPEC)
+    worker.ask("r", "m")
+    step = first_step(worker)
+    worker.run(Fetched("m", 0.5))
+    again = steps(worker.run(StepDone(step, (SeqOutcome("r", 1, finished=False),), 0.01)))
+    assert worker.policy.step_times()["m"].prefill_token_s == 0.0
+    worker.run(StepDone(again[0], (SeqOutcome("r", 1, finished=False),), 0.002))
+    assert worker.policy.step_times()["m"].decode_step_s(1) == 0.002
+
+
+def test_a_model_that_is_refused_places_streams(worker: Worker) -> None:
+    """Its first step reads what has not arrived where it is."""
+    worker.activate(SPEC)
+    worker.ask("r", "m", new=9)
+    step = first_step(worker)
     for _ in range(2):
         assert not steps(worker.run(Fetched("m", 0.0, refused=True))), "it asks again"
-    assert steps(worker.run(Fetched("m", 0.0, refused=True)))
+    assert not steps(worker.run(Fetched("m", 0.0, refused=True))), "its step is under way"
     assert msg.Ready("m", 0.0) in worker.heard(), "the controller waits for it no more"
+    assert steps(worker.run(StepDone(step, (SeqOutcome("r", 1, finished=False),), 0.01)))
 
 
 def test_a_model_that_is_not_kept_computes_at_once(worker: Worker) -> None:
@@ -160,11 +201,13 @@ def test_an_idle_model_leaves_for_one_with_requests(worker: Worker) -> None:
     large = ModelSpec("n", 70 * SLAB, 1, 512, 4096)
     worker.activate(SPEC, large)
     worker.ask("a", "m")
-    assert worker.run() == [Fetch("m", 0)]
-    [step] = steps(worker.run(Fetched("m", 0.5)))
+    step = first_step(worker)
+    worker.run(Fetched("m", 0.5))
     worker.run(StepDone(step, (SeqOutcome("a", 1, finished=True),), 0.01))
     worker.ask("b", "n")
-    assert worker.run() == [Release("m"), Fetch("n", 0)]
+    told = worker.run()
+    assert told[:2] == [Release("m"), Fetch("n", SLAB)]
+    assert len(steps(told)) == 1
 
 
 def test_a_busy_model_drains_before_its_weights_leave(worker: Worker) -> None:
@@ -172,8 +215,8 @@ def test_a_busy_model_drains_before_its_weights_leave(worker: Worker) -> None:
     large = ModelSpec("n", 70 * SLAB, 1, 512, 4096)
     worker.activate(SPEC, large)
     worker.ask("a", "m", Slo(60.0, 60.0), new=50)
-    worker.run()
-    [step] = steps(worker.run(Fetched("m", 0.5)))
+    step = first_step(worker)
+    worker.run(Fetched("m", 0.5))
     [step] = steps(worker.run(StepDone(step, (SeqOutcome("a", 1, finished=False),), 0.001)))
     told = worker.run(StepDone(step, (SeqOutcome("a", 1, finished=False),), 0.001))
     flying = steps(told)
@@ -184,16 +227,19 @@ def test_a_busy_model_drains_before_its_weights_leave(worker: Worker) -> None:
     first, second = flying
     assert worker.run(StepDone(first, (SeqOutcome("a", 1, finished=False),), 0.001)) == []
     over = StepDone(second, (SeqOutcome("a", 1, finished=False),), 0.001)
-    assert worker.run(over) == [Release("m"), Fetch("n", SLAB)]
+    told = worker.run(over)
+    assert told[:2] == [Release("m"), Fetch("n", 2 * SLAB)]
+    assert len(steps(told)) == 1
 
 
 def test_a_reset_drops_the_weights_of_all_resident_models(worker: Worker) -> None:
     worker.activate(SPEC, OTHER)
     worker.ask("a", "m")
-    worker.run()
+    step = first_step(worker)
     worker.tell(msg.Reset(1))
     told = worker.run()
     assert [action for action in told if isinstance(action, Release)] == [
         Release("m"), Release("n"),
     ]  # fmt: skip
+    worker.run(StepFailed(step, "the weights of m are here no more"))
     assert worker.policy.arena.free_slabs == 100

@@ -298,8 +298,10 @@ class SliceTestWorld:
             i for i, other in self.flying.items()
             if {part.request_id for part in other.seqs} & set(names)
         ]  # fmt: skip
-        if not self.parked.isdisjoint(before) or self.random.random() < self.park:
-            after_s = max([self.now, *(self.ends_s[i] for i in before)])
+        arrives_s = self._arrives_s(step)
+        waits = arrives_s > self.now or not self.parked.isdisjoint(before)
+        if waits or self.random.random() < self.park:
+            after_s = max([arrives_s, self.now, *(self.ends_s[i] for i in before)])
             done = after_s + took + self.random.uniform(0.0, 0.2)
             self.at(self.now, StepParked(step.id))
             self.parked.add(step.id)
@@ -319,6 +321,10 @@ class SliceTestWorld:
         if self.random.random() < _MOVES:
             self._streaming[step.model] = not streams
         return 2 * STREAMED_BYTES if streams else 0
+
+    def _arrives_s(self, step: Step) -> float:
+        """When the last of the weights is there that it waits for."""
+        return self.now
 
     def _slowness(self, step: Step) -> float:
         return STREAM_STEPS if self._streaming.get(step.model, False) else 1.0

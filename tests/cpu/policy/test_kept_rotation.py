@@ -58,7 +58,7 @@ def paused(actions: Sequence[SliceAction]) -> list[str]:
 def test_kv_makes_room_for_kv_where_weights_have_the_rest() -> None:
     slice_ = Rotating(m=60)
     slice_.ask("first", "m", 30, 0.0)
-    slice_.run(0.0, 3)
+    slice_.run(0.0, 2)
     slice_.ask("second", "m", 20, 0.1)
     actions = slice_.run(9.0, 2)
     assert paused(actions) == ["first"]

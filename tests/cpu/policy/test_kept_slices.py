@@ -38,6 +38,9 @@ class KeptWorld(SliceTestWorld):
         self.state = {spec.id: "absent" for spec in specs}
         self.loads: dict[str, int] = {}
         """Model -> number of its last load."""
+        self.load_ends_s: dict[str, float] = {}
+        self.overlapped = 0
+        """Steps that began while their weights were loaded."""
         self.pending: list[tuple[Fetched, int]] = []
         self.fetches = self.refusals = self.releases = self.displaced = 0
 
@@ -58,7 +61,8 @@ class KeptWorld(SliceTestWorld):
                 self._leave(model, "absent")
             case RunStep(step):
                 self._check_place(step)
-                assert self.policy._weights.computes(step.model), "it is leaving"  # pyright: ignore
+                leaving = self.policy._weights._draining  # pyright: ignore
+                assert step.model not in leaving
                 assert step.kv_end_bytes is not None
                 self._grow(step.kv_end_bytes)
                 super()._act(action)
@@ -75,11 +79,15 @@ class KeptWorld(SliceTestWorld):
             assert step.lane == ("streaming" if self.slice.lanes == 2 else "resident")
             return
         streams = self.policy._weights._weights[step.model].state == "refused"  # pyright: ignore
-        assert streams or self.state[step.model] in ("resident", "refused"), "it is absent"
+        assert streams or self.state[step.model] != "absent"
+        self.overlapped += self.state[step.model] == "loading"
         assert step.lane == ("streaming" if streams and self.slice.lanes == 2 else "resident")
 
     def _streamed_bytes(self, step: Step) -> int:
         return 0 if self.state[step.model] == "resident" else 2 * STREAMED_BYTES
+
+    def _arrives_s(self, step: Step) -> float:
+        return self.load_ends_s[step.model] if self.state[step.model] == "loading" else self.now
 
     def _slowness(self, step: Step) -> float:
         return STREAM_STEPS if step.lane == "streaming" else 1.0
@@ -99,6 +107,7 @@ class KeptWorld(SliceTestWorld):
         took_s = self.pace * self.random.uniform(0.001, 0.1)
         event = Fetched(model, took_s)
         self.pending.append((event, number))
+        self.load_ends_s[model] = self.now + took_s
         self.at(self.now + took_s, event)
 
     def _grow(self, kv_end_bytes: int) -> None:
@@ -192,6 +201,7 @@ def test_a_model_that_computes_all_the_time_makes_room_in_time(seed: int) -> Non
                     if isinstance(done, StepDone))  # fmt: skip
     assert began_s <= 3.0 + 2 * longest_s
     assert (world.fetches, world.releases) == (3, 2)
+    assert world.overlapped == 2, "first prompts use weights as they arrive, later tokens do not"
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

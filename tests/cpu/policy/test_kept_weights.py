@@ -65,8 +65,22 @@ def test_weights_wait_for_room_above_kv() -> None:
     slice_.ask(model, "r", 0.0)
     assert slice_.memory.plan(0.0, {}) == []
     slice_.arena.release("m", sorted(blocks)[49:])
-    assert slice_.memory.plan(10.5, {}) == [Fetch("m")]
     assert not slice_.memory.computes("m")
+    assert slice_.memory.plan(10.5, {}) == [Fetch("m")]
+
+
+def test_prompts_use_weights_as_they_arrive_and_other_tokens_wait() -> None:
+    slice_ = Kept()
+    model = slice_.activate("m", 60)
+    slice_.ask(model, "r", 0.0)
+    assert not slice_.memory.computes("m")
+    assert slice_.memory.plan(0.0, {}) == [Fetch("m")]
+    assert slice_.memory.computes("m")
+    assert slice_.memory.streams("m") is False
+    model.started = 1
+    assert not slice_.memory.computes("m"), "its next token is not due before all is there"
+    slice_.memory.fetched("m", 1.0)
+    assert slice_.memory.computes("m")
 
 
 def test_a_model_that_waits_for_kv_of_its_own_streams() -> None:

@@ -111,6 +111,10 @@ class GpuParts:
         """Return the bytes of weights that launches of all lanes have read over links so far."""
         return 0 if self.cache is None else self.cache.counts.streamed_bytes
 
+    def arrived(self, model: str) -> int | None:
+        """Return how many of a model's layers have come to HBM (`engine.parked.Arrived`)."""
+        return None if self.loads is None else self.loads.arrived(model)
+
     def warm(self, config: ModelConfig) -> None:
         """Compile, load and allocate everything that a model needs; quick after another model of
         its kind. Raises ValueError for a model that GPU slices cannot run."""

@@ -41,11 +41,16 @@ def matrices(layer: GpuLayer) -> Iterator[WeightHandle]:
             yield from (router.weight, w13, w2)
 
 
-def all_matrices(layers: Sequence[Layer], head: Tensor, device: torch.device) -> list[WeightHandle]:
-    """Return all matrices that steps multiply by, at their home, in the order of their use."""
+def matrices_by_layer(
+    layers: Sequence[Layer], head: Tensor, device: torch.device
+) -> list[list[WeightHandle]]:
+    """Return all matrices that steps multiply by, at their home: those of each layer, in the order
+    of their use. The head is with the last layer."""
     mine = [layer for layer in layers if isinstance(layer, GpuLayer)]
     assert len(mine) == len(layers), "layers were prepared by other operators"
-    return [*(w for layer in mine for w in matrices(layer)), handle_of(head, device)]
+    found = [list(matrices(layer)) for layer in mine]
+    found[-1].append(handle_of(head, device))
+    return found
 
 
 def _map_makers(layer: GpuLayer) -> Iterator[Callable[[WeightHandle], bytes]]:

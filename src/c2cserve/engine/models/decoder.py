@@ -5,7 +5,7 @@ executor can go on with other models meanwhile. All state of a pass is in its `F
 frame: a slice runs many models, and nothing here is global.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -37,6 +37,10 @@ from c2cserve.kernels.ops import Ops
 
 Wait = Generator[list[int], None, None]
 """Yields the groups it waits for. It is resumed when they are ready."""
+
+
+def _all_there() -> None:
+    """No layer is on its way to where steps read weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,14 @@ class Decoder:
         self._rope = RopeTables(config, max_context, device)
 
     def forward(
-        self, batch: ForwardBatch, ops: Ops, arena: Tensor
-    ) -> Generator[list[int], None, Tensor]:
+        self, batch: ForwardBatch, ops: Ops, arena: Tensor,
+        arrived: Callable[[], int | None] = _all_there,
+    ) -> Generator[list[int], None, Tensor]:  # fmt: skip
         """Return logits [R, vocab] of `batch.logit_rows`. Raises `WeightsLost`, and ValueError for
-        a context longer than the longest served."""
+        a context longer than the longest served.
+
+        `arrived` returns how many layers may be read, the first ones; the last one comes with the
+        head. None: all of them. While the next one may not be, no groups are yielded."""
         rope = self._rope.upto(batch.longest)
         hidden = self._embedding(batch, ops)
         done = 0
@@ -99,7 +107,9 @@ class Decoder:
             if done == len(self._layers):
                 yield from self._wait([self._groups[done]])
                 self._take_layers(ops)
-            layers = self._runnable(done)
+            while (there := arrived()) is not None and there <= done:
+                yield []
+            layers = self._runnable(done)[: None if there is None else there - done]
             if self._weights.complete or isinstance(layers[0].weights.mlp, Mlp):
                 ops.run_layers(hidden, layers, batch, rope, arena)
             else:

@@ -137,7 +137,10 @@ class SlicePolicy(SliceMemory[ExtraT]):
         flight = self._in_flight.landed(event.step_id)
         times = event.times
         if times and not all(seq.ended for seq in flight.seqs):  # else nothing ran
-            flight.model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s / times)
+            kept = self._weights.streams(flight.step.model) is not None
+            if not (flight.parked and kept):  # else most of it ran while its weights arrived
+                took_s = event.compute_s / times
+                flight.model.time.learn(flight.decodes, flight.prefill_tokens, took_s)
             self._lanes.landed(flight.step.model, event.streamed_bytes)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
         for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
@@ -230,7 +233,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
         if self._rotation is not None and any(self._may_launch(lane, now) for lane in lanes):
             seqs = self._in_hbm_or_ready()
             self._make_way_for(self._rotation.plan(seqs, now, self._weights.needed_bytes))
-        if self._lookahead is not None and not self._in_flight and not self._shares.greedy:
+        running = self._in_flight.running
+        if self._lookahead is not None and not running and not self._shares.greedy:
             self._launch_several(self._lookahead, now)
         self._lanes.short = None
         for lane in lanes:
@@ -308,7 +312,10 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _launch_several(self, lookahead: Lookahead, now: float) -> None:
         """Launch several decode steps at once, where single decisions would come to the same."""
-        models = [m for m in self._models.values() if m.seqs and self._weights.computes(m.name)]
+        models = [
+            m for m in self._models.values()
+            if m.seqs and self._weights.computes(m.name) and not self._in_flight.of(m)
+        ]  # fmt: skip
         assert len(self._lanes.late_ran) == 1, "lanes end in any order, which none foresees"
         late_ran = self._lanes.late_ran["resident"]
         steps = lookahead.decide(models, self._step_ids, now, late_ran)

@@ -42,6 +42,11 @@ class ModelWeights:
         return self.state in ("loading", "resident")
 
     @property
+    def prompts_wait(self) -> bool:
+        """Whether a request of the model has not started."""
+        return self.model.started < len(self.model.seqs)
+
+    @property
     def too_long(self) -> bool:
         """Whether a request of the model needs more KV than fits beside its weights."""
         return not isinf(self.tokens_beside) and any(

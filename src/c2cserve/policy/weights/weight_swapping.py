@@ -96,13 +96,13 @@ class WeightSwapping(WeightMemory):
         return any(one.model.seqs for one in self._in["absent"].values())
 
     def computes(self, name: str) -> bool:
-        """Its weights are here to stay, or are not kept as a whole."""
+        """Its weights are here to stay, or prompts use them as they arrive. Or it is not kept."""
         one = self._weights.get(name)
-        if name in self._draining:
-            return False
-        return (
-            one is None or one.state == "refused" or (one.state == "resident" and not one.too_long)
-        )
+        if one is None or name in self._draining:
+            return one is None
+        arrives = one.state == "loading" and self._rotates and one.prompts_wait
+        there = one.state == "resident" or arrives
+        return one.state == "refused" or (there and not one.too_long)
 
     def streams(self, name: str) -> bool | None:
         """A model that is kept streams only where it was refused; of others nothing is known."""

@@ -162,6 +162,7 @@ class _GpuBackend:
             streaming=None if gpu.streaming is None else gpu.streaming.parts,
             streamed_bytes=gpu.streamed_bytes,
             guides=self.guides,
+            arrived=gpu.arrived,
         )  # fmt: skip
         gpu.fence.reading = self.executor.lanes_in_flight
 
@@ -195,7 +196,7 @@ class _GpuBackend:
             peers.refresh()
             peers.pool.used(self._names[step.model])
         loads = self._gpu.loads
-        if loads is None or not loads.holds(step.model):
+        if loads is None or loads.over_link(step.model):
             self._shared.note_steps(self._id, over_link=True)
         if loads is not None:
             loads.make_room(step.kv_end_bytes)
@@ -216,8 +217,8 @@ class _GpuBackend:
         assert loads is not None, f"{fetch.model}: this slice swaps no weights"
         loads.fetch(fetch.model, partial(self._matrices, fetch.model, decoder), fetch.kv_end_bytes)
 
-    def _matrices(self, model: str, decoder: Decoder | None) -> "list[WeightHandle] | None":
-        from c2cserve.engine.gpu.tables import all_matrices
+    def _matrices(self, model: str, decoder: Decoder | None) -> "list[list[WeightHandle]] | None":
+        from c2cserve.engine.gpu.tables import matrices_by_layer
 
         if decoder is None:
             raise LookupError(f"{model} is not attached to this slice")
@@ -226,7 +227,7 @@ class _GpuBackend:
             return None
         if self._gpu.streaming is not None:  # it may have to stream after all
             self._gpu.streaming.parts.attached()
-        return all_matrices(*prepared, self._gpu.device)
+        return matrices_by_layer(*prepared, self._gpu.device)
 
     def release(self, model: str) -> None:
         if self._gpu.loads is not None:
@@ -336,6 +337,7 @@ class WorkerEngine:
                 self._backend.fetch(action, self._decoders.get(model))
             case Release(model):
                 self._backend.release(model)
+                self._executor.abandon(model)
             case RunStep(step):
                 self._backend.begin(step)
                 self._executor.submit(action)

@@ -32,7 +32,7 @@ from c2cserve.sim.world.links import PathsLoad
 from c2cserve.sim.world.loop import PolicyLoop
 from c2cserve.sim.world.requests import TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
-from c2cserve.sim.world.weight_cache import WeightCache
+from c2cserve.sim.world.weight_cache import ArrivingSteps, WeightCache
 
 _BESIDE_RESIDENT = 2.0
 """How many times as long a step's arithmetic takes in the streaming lane while a resident step is
@@ -91,6 +91,7 @@ class SliceSimulation:
         self._paused: dict[str, int] = {}
         """Models that compute nothing for other reasons -> the number of reasons."""
         self._waiting: dict[str, list[RunStep]] = {}
+        self._arriving = ArrivingSteps()
         self._used_since_s = self._held_since_s = 0.0
         self._dead = False
 
@@ -191,7 +192,8 @@ class SliceSimulation:
 
     def _lasting(self, lane: Lane, step: Step, alone_s: float) -> float:
         """Return the seconds of a step that begins now, of those that it takes alone."""
-        took_s = alone_s * self._slowdown(lane)
+        left_s = self._arriving.left_s(step, alone_s)
+        took_s = left_s * self._slowdown(lane) * self._arriving.slowdown(lane)
         if self._host is None:
             return took_s
         return max(took_s, self._host.launched_s(step.id) - self._context.timeline.now)
@@ -238,6 +240,9 @@ class SliceSimulation:
         loading = self._loading.pop(name, None)
         if loading is not None:
             loading[1].stop()
+            for run in self._waiting.pop(name, ()):
+                self._arriving.dropped(run.step)
+                self._notify(ev.StepFailed(run.step.id, f"the weights of {name} are here no more"))
 
     def holds_kv(self, name: str) -> bool:
         """Return whether a request of the model has KV here."""
@@ -247,22 +252,29 @@ class SliceSimulation:
         if self._dead:
             return
         since_s, _ = self._loading.pop(name)
-        took_s = self._context.timeline.now - since_s
+        now = self._context.timeline.now
+        took_s = now - since_s
+        layers = self.active[name].spec.layers
+        for run in self._waiting.get(name, ()):
+            self._arriving.arrived(run.step, since_s, now, layers)
+        self._release(name)
         for seq in self.seqs.values():
             if seq.spec.id == name and not seq.tracked.sampled:
                 dispatched_s = max(seq.tracked.dispatched_s, since_s)
-                seq.tracked.grace_s += self._context.timeline.now - dispatched_s
+                seq.tracked.grace_s += now - dispatched_s
         self._notify(ev.Fetched(name, took_s))
         self._context.controller.notify(ev.InstanceReady(name, self.simulated.slice.id, took_s))
-        self._release(name)
 
     def _blocked(self, name: str) -> bool:
-        return self._paused.get(name, 0) > 0
+        return self._paused.get(name, 0) > 0 or name in self._loading
 
     def _release(self, name: str) -> None:
         if not self._blocked(name):
-            for step in self._waiting.pop(name, ()):
-                self._launch(step)
+            for run in self._waiting.pop(name, ()):
+                if run.step.id in self._arriving:  # most of its kernels are launched
+                    self._launched(run)
+                else:
+                    self._launch(run)
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -314,9 +326,20 @@ class SliceSimulation:
         for step in steps:
             if self._blocked(step.model):
                 self._waiting.setdefault(step.model, []).append(RunStep(step))
+                if step.model in self._loading:
+                    self._arrive(step)
                 self._notify(ev.StepParked(step.id))
             else:
                 self._launch(RunStep(step))
+
+    def _arrive(self, step: Step) -> None:
+        """Begin a step whose layers run as their weights arrive."""
+        context, simulated, now = self._context, self.simulated, self._context.timeline.now
+        model = context.models[step.model]
+        begins_s = now if self._host is None else self._host.launch(step, now)
+        load_s = model.spec.weight_bytes / simulated.load_bytes_per_s
+        compute_s = context.costs.step(step, model, simulated, 1.0).floor_s
+        self._arriving.begin(step, begins_s, compute_s / load_s)
 
     def _launch(self, run: RunStep) -> None:
         if self._host is None:

@@ -1,7 +1,10 @@
-"""Weights in a slice's memory: whole models first, and layers of streaming models in the rest."""
+"""Weights in a slice's memory: whole models first, and layers of streaming models in the rest.
+Steps that use a whole model's layers as they arrive."""
 
+from dataclasses import dataclass
 from typing import cast
 
+from c2cserve.core.step import Lane, Step
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.sim.world.shapes import SimModel
 
@@ -73,3 +76,58 @@ class WeightCache:
         """Drop the cached layers of a model."""
         self._books.forget(name)
         self._layers.pop(name, None)
+
+
+@dataclass(slots=True)
+class _Arriving:
+    lane: Lane
+    begins_s: float
+    """When its kernels can begin."""
+    share: float
+    """The part of the load's time in which its kernels run."""
+    hidden_s: float | None = None
+    """Seconds of its kernels at most that were over when the load was; None: the load is not."""
+
+
+class ArrivingSteps:
+    """Steps of models that are being loaded.
+
+        load    | layer 0 | layer 1 | layer 2 | layer 3 |
+        step              | 0 .     | 1 .     | 2 .     | 3 .     ends max(load, compute overlapped)
+
+    Layers are of one size, and arrive evenly. When the load is over, what is left of the step is
+    its last layer, or more if the step computes slower than weights arrive. Until then it takes its
+    share of the time of others in its lane."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Arriving] = {}
+
+    def __contains__(self, step_id: int) -> bool:
+        return step_id in self._steps
+
+    def begin(self, step: Step, begins_s: float, share: float) -> None:
+        self._steps[step.id] = _Arriving(step.lane, begins_s, share)
+
+    def arrived(self, step: Step, since_s: float, now: float, layers: int) -> None:
+        """Note the end of a load that began at `since_s`."""
+        if (one := self._steps.get(step.id)) is not None:
+            first_s = since_s + (now - since_s) / layers
+            one.hidden_s = max(0.0, now - max(one.begins_s, first_s))
+            one.share = 1.0 / layers
+
+    def dropped(self, step: Step) -> None:
+        self._steps.pop(step.id, None)
+
+    def left_s(self, step: Step, alone_s: float) -> float:
+        """Return the seconds that are left of a step that begins now, or goes on."""
+        one = self._steps.pop(step.id, None)
+        if one is None or one.hidden_s is None:
+            return alone_s
+        return max(one.share * alone_s, alone_s - one.hidden_s)
+
+    def slowdown(self, lane: Lane) -> float:
+        """Return how many times as long other steps of a lane take beside those here."""
+        if not self._steps:
+            return 1.0
+        under_way = (one for one in self._steps.values() if one.hidden_s is None)
+        return 1.0 + sum(min(1.0, one.share) for one in under_way if one.lane == lane)
