@@ -31,7 +31,7 @@ class Readable(Protocol):
         ...
 
     def want(self) -> None:
-        """Note that somebody waits for a group."""
+        """Note that a step or a load waits for a group."""
         ...
 
 
@@ -94,8 +94,8 @@ class Weights:
                 self._readable.want()
 
     def rows(self, name: str, group: int, ids: Tensor) -> Tensor:
-        """Return rows of a table whose group is missing, in the table's dtype: out of the segment
-        if it is loaded, else read from the checkpoint."""
+        """Return rows of a table whose group is missing, in the table's dtype. They are the
+        segment's if the group is loaded, else they are read from the checkpoint."""
         if self._segment.ready(group):
             return self.tensor(name)[ids.long()]
         source = self._segment.row_sources[name]

@@ -6,10 +6,10 @@
 
 The thread holds no lock of Python's while it registers, so steps wait for nothing but the driver.
 Without steps there is no pause. A piece that has been registered can be read at once, and pieces
-come in the order in which a first token needs them. Memory that somebody waits for comes first.
+come in the order in which a first token needs them. Memory that a step waits for comes first.
 
-A piece that CUDA refuses ends its region's registering: the region has a `fault`, and whoever uses
-it closes it. Closing takes pieces back in the same way, so that nothing stays registered.
+A piece that CUDA refuses ends its region's registering: the region has a `fault`, and its users
+close it. Closing takes pieces back in the same way, so that nothing stays registered.
 """
 
 import threading
@@ -37,7 +37,7 @@ class GradualRegion:
         """`order`: spans in the order in which they are needed; what is in none comes last."""
         self.address = address
         self._map_pages = map_pages
-        self._pieces = list(page_pieces(address, size, piece_bytes))
+        self._pieces = list(page_pieces(address, size, piece_bytes, piece_bytes))
         self._piece_bytes = piece_bytes
         self._first = self._pieces[0][0] // piece_bytes
         self._registered = bytearray(len(self._pieces))
@@ -47,7 +47,7 @@ class GradualRegion:
         self.fault = ""
         """Why not all of it can be registered."""
         self.wanted = False
-        """Whether somebody waits for it."""
+        """Whether a step or a load waits for it."""
         self.closing = False
         self.changed = threading.Condition()
         """Notified when all is registered, at a fault, and when nothing is registered any more."""
@@ -63,7 +63,6 @@ class GradualRegion:
 
     def wait(self) -> None:
         """Wait until all of it is registered. Raises `PinningError`."""
-        self.wanted = True
         with self.changed:
             self.changed.wait_for(lambda: self.complete or self.fault or self.closing)
         if not self.complete:
@@ -160,7 +159,7 @@ class Pinner:
         with region.changed:
             region.changed.notify_all()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait until there is nothing to do."""
         with self._lock:
             self._lock.wait_for(lambda: not self._regions)
@@ -177,7 +176,7 @@ class Pinner:
                 self._sleep(PAUSE_S)
 
     def _take(self) -> GradualRegion:
-        """Wait for a region that has something to do, those first that somebody waits for."""
+        """Wait for a region that has something to do, those first that are wanted."""
         with self._lock:
             while True:
                 self._regions = [one for one in self._regions if not one.idle]

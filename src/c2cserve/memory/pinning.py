@@ -78,14 +78,20 @@ class CudaRegistrar:
         self._cuda.cudaHostUnregister(address)
 
 
-def page_pieces(address: int, size: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield (address, size) of the whole pages with these bytes, cut at multiples of `most`."""
+def page_pieces(
+    address: int, size: int, most: int, border_bytes: int = BORDER_BYTES
+) -> Iterator[tuple[int, int]]:
+    """Yield (address, size) of the whole pages with these bytes, in pieces of up to `most` bytes
+    that meet at borders. As few as can be: what has at most so many bytes is one, unless `most` is
+    the distance of borders."""
     if size < 1:
         raise ValueError(f"a region has at least 1 byte, not {size}")
     start = address // _PAGE * _PAGE
     stop = -(-(address + size) // _PAGE) * _PAGE
     while start < stop:
-        end = min(stop, start // most * most + most)
+        end = stop
+        if most == border_bytes or stop - start > most:
+            end = min(stop, (start + most) // border_bytes * border_bytes)
         yield start, end - start
         start = end
 

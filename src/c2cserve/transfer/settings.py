@@ -56,7 +56,7 @@ class Settings:
     kernel_out_bytes: int = 0
     """The same for micro-tasks out of a GPU."""
     border_bytes: int = BORDER_BYTES
-    """Segments are cut where the address in host memory is a multiple of it: registrations may meet
+    """Segments are cut where the address in host memory is a multiple of it. Registrations may meet
     there, and no copy crosses from one into another."""
     order: Order = "direct"
     poll_s: float = 40e-6

@@ -55,7 +55,7 @@ def case() -> Iterator[Case]:
     yield case
     for _ in range(10_000):
         registrar.gate.release()
-    case.pinner.settle()
+    case.pinner.finish()
 
 
 def cold(case: Case) -> None:
@@ -74,10 +74,10 @@ def test_all_of_a_segment_is_registered_once_and_given_back_after_its_last_user(
     assert case.registrar.bytes == path.stat().st_size
     assert min(case.registrar.registered) == first.data.ctypes.data
     segments.close(path)
-    case.pinner.settle()
+    case.pinner.finish()
     assert case.registrar.bytes == path.stat().st_size
     segments.close(path)
-    case.pinner.settle()
+    case.pinner.finish()
     assert not case.registrar.registered
     assert segments.open(path) is not first
     segments.close_all()
@@ -193,7 +193,7 @@ def test_memory_that_cuda_refuses_ends_the_model_here_and_nothing_stays_register
     assert registering.faults() == []
     case.allow(3)
     case.registrar.gate.release()
-    case.pinner.settle()
+    case.pinner.finish()
     reason = f"{model.path.name} cannot be read by the GPU: cudaHostRegister of 4096 bytes"
     [(name, said)] = registering.faults()
     assert name == "m"
@@ -210,7 +210,28 @@ def test_memory_that_cuda_refuses_ends_the_model_here_and_nothing_stays_register
         segments.open(model.path, lent=True)
     assert len(case.registrar.registered) == 3, "steps may still read it"
     segments.close(model.path)
-    case.pinner.settle()
+    case.pinner.finish()
+    assert not case.registrar.registered
+
+
+def test_a_step_that_is_parked_when_its_model_is_detached_fails(case: Case, tmp_path: Path) -> None:
+    """It would wait for ever, or read memory that is taken back."""
+    make_checkpoint(tmp_path, "llama")
+    model = LateModel(tmp_path).load_all()
+    cold(case)
+    segments, lane = case.segments(), Lane()
+    lane.attach("m", decoder_of(model, segments))
+    lane.add("r", "m", PROMPT, 3)
+    assert isinstance(lane.step(("r", 0, 4)), StepParked)
+    case.allow(3)
+    lane.executor.detach("m")
+    segments.close(model.path)
+    lane.executor.poll()
+    failed = lane.events[-1]
+    assert isinstance(failed, StepFailed)
+    assert "is not attached any more" in failed.reason
+    case.registrar.gate.release()  # for the piece that was begun
+    case.pinner.finish()
     assert not case.registrar.registered
 
 
@@ -267,7 +288,7 @@ def test_what_gemms_read_of_a_segment_is_offered_to_neighbours_once(
     (offered,) = peers.models.values()
     assert not offered.complete()
     case.allow(-(-path_bytes(late) // PAGE))
-    case.pinner.settle()
+    case.pinner.finish()
     assert offered.complete()
     for tensor, place in segment.tensors.items():
         inside = [a <= place.offset < b for a, b in offered.pieces]
@@ -299,9 +320,9 @@ def test_users_of_other_processes_hold_a_segment_and_nothing_learns_of_them(
     segments.close(path)
     segments.close(path)
     assert told[1:] == [f"closed {path.name}"]
-    case.pinner.settle()
+    case.pinner.finish()
     assert case.registrar.registered, "another process still reads it"
     segments.close(path, lent=True)
-    case.pinner.settle()
+    case.pinner.finish()
     assert not case.registrar.registered
     assert len(told) == 2

@@ -41,7 +41,7 @@ def pinner_of(registrar: FakeRegistrar) -> Pinner:
 @given(st.integers(0, 1 << 40), st.integers(1, 1 << 22), st.integers(1, 64))
 def test_pieces_are_whole_pages_that_meet_at_borders(address: int, size: int, pages: int) -> None:
     most = pages * PAGE
-    pieces = list(page_pieces(address, size, most))
+    pieces = list(page_pieces(address, size, most, most))
     assert pieces[0][0] <= address < pieces[0][0] + PAGE
     assert 0 <= sum(pieces[-1]) - (address + size) < PAGE
     for (start, length), (following, _) in pairwise(pieces):
@@ -50,11 +50,19 @@ def test_pieces_are_whole_pages_that_meet_at_borders(address: int, size: int, pa
     assert all(at % PAGE == length % PAGE == 0 < length <= most for at, length in pieces)
 
 
-def test_what_is_registered_at_once_has_borders_where_copies_are_cut() -> None:
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("gigabytes", "registrations"), [(1, 1), (32, 1), (33, 2), (90, 3)])
+def test_what_is_registered_at_once_has_borders_only_if_it_must(
+    gigabytes: int, registrations: int
+) -> None:
+    """Copies that nothing cuts stay within one registration where memory is not that large."""
     registrar = FakeRegistrar()
-    region = PinnedRegion((96 << 30) - PAGE, 40 << 30, registrar)
-    assert len(registrar.log) == 3
+    region = PinnedRegion(96 * GIB - PAGE, gigabytes * GIB, registrar)
+    assert len(registrar.log) == registrations
     assert all((at + size) % BORDER_BYTES == 0 for at, size in registrar.log[:-1])
+    assert registrar.bytes == gigabytes * GIB
     region.close()
     assert not registrar.registered
 
@@ -62,7 +70,7 @@ def test_what_is_registered_at_once_has_borders_where_copies_are_cut() -> None:
 def test_a_failure_in_the_middle_leaves_nothing_registered_at_once() -> None:
     registrar = FakeRegistrar(fails_at=2)
     with pytest.raises(PinningError, match="cudaErrorMemoryAllocation"):
-        PinnedRegion((96 << 30) - PAGE, 40 << 30, registrar)
+        PinnedRegion(96 * GIB - PAGE, 90 * GIB, registrar)
     assert len(registrar.log) == 2
     assert not registrar.registered
 
@@ -103,7 +111,7 @@ def test_pieces_come_once_in_the_order_of_need_and_are_readable_from_then_on(
             assert at < address + stop
             assert at + length > address + start
     assert registrar.log == sorted(registrar.log) or order
-    assert sorted(registrar.log) == list(page_pieces(address, size, PIECE))
+    assert sorted(registrar.log) == list(page_pieces(address, size, PIECE, PIECE))
     assert region.readable((0, size))
     region.closing = True
     while not region.idle:
@@ -132,12 +140,12 @@ def test_a_failure_in_the_middle_is_one_clear_fault_and_leaves_nothing(fails_at:
     region = pinner.open(BASE, 5 * PIECE, mapped)
     with pytest.raises(PinningError, match=r"cudaHostRegister.*cudaErrorMemoryAllocation"):
         region.wait()
-    pinner.settle()
+    pinner.finish()
     assert not region.complete
     assert len(registrar.registered) == fails_at
     assert len(registrar.log) == fails_at, "it is not tried again"
     pinner.close(region)
-    pinner.settle()
+    pinner.finish()
     assert not registrar.registered
     registrar.fails_at = None
     pinner.open(BASE, PIECE, mapped).wait()  # the thread goes on
@@ -163,7 +171,7 @@ def test_closing_midway_registers_no_more_and_takes_all_back() -> None:
     with pytest.raises(PinningError, match="closed meanwhile"):
         region.wait()
     registrar.gate.release()
-    pinner.settle()
+    pinner.finish()
     assert len(registrar.log) <= 3
     assert not registrar.registered
 
@@ -177,7 +185,7 @@ def test_what_somebody_waits_for_comes_first() -> None:
     urgent.wanted = True
     for _ in range(8):
         registrar.gate.release()
-    pinner.settle()
+    pinner.finish()
     places = [at // BASE for at, _ in registrar.log]
     assert places.index(2) <= 2, "one piece may have been begun, and one been chosen"
     assert places[places.index(2) :][:2] == [2, 2]
@@ -191,7 +199,7 @@ def test_there_are_pauses_only_while_steps_are_in_flight(computes: bool) -> None
     region = pinner.open(BASE, 4 * PIECE, mapped)
     region.wait()
     pinner.close(region)
-    pinner.settle()
+    pinner.finish()
     until(lambda: len(slept_s) == (8 if computes else 0))
     assert set(slept_s) <= {PAUSE_S}
 
@@ -213,5 +221,5 @@ def test_regions_of_many_threads_are_all_registered_and_all_taken_back() -> None
         thread.start()
     for thread in threads:
         thread.join(30)
-    pinner.settle()
+    pinner.finish()
     assert not registrar.registered

@@ -58,6 +58,8 @@ class PinnedSegment:
     def readable(self, group: int) -> bool:
         if fault := self.fault:
             raise WeightsLost(fault)
+        if self.region.closing:  # of a step that was parked when the model was detached
+            raise WeightsLost(f"{self.segment.path.name} is not attached any more")
         return self.region.readable(self.segment.spans[group])
 
     def want(self) -> None:
@@ -171,4 +173,4 @@ class PinnedSegments:
         with self._lock:
             while self._held:
                 self._pinner.close(self._held.popitem()[1].pinned.region)
-        self._pinner.settle()
+        self._pinner.finish()

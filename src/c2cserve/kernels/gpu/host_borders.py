@@ -9,7 +9,7 @@ engine whose host range lies in two registrations fails with cudaErrorInvalidVal
 direction and in batches too. A kernel may read and write across.
 
 All registrations begin and end at multiples of `BORDER_BYTES`, but for the two ends of the memory.
-So a copy is cut by its address alone, and nobody has to know what is registered.
+So a copy is cut by its address alone, whatever is registered.
 """
 
 from collections.abc import Iterator
