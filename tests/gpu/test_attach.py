@@ -45,9 +45,13 @@ def place(tmp_path: Path) -> Iterator[Path]:
     remove_segment(path)
 
 
-@pytest.mark.parametrize("written", [True, False], ids=["loaded", "being loaded"])
-def test_small_kernels_go_on_beside_an_attach_and_a_detach(place: Path, written: bool) -> None:
-    found = measure(place, 4 * GB, small_kernel(0), written=written, device=0)
+@pytest.mark.parametrize(
+    ("size", "written"), [(4 * GB, True), (GB, False)], ids=["loaded", "being loaded"]
+)
+def test_small_kernels_go_on_beside_an_attach_and_a_detach(
+    place: Path, size: int, written: bool
+) -> None:
+    found = measure(place, size, small_kernel(0), written=written, device=0)
     for name, one in found.items():
         sys.stdout.write(f"\n{name}: worst {one.worst_ms:.2f} ms, {one.took_s:.3f} s in all\n")
     assert found["pieces"].worst_ms < WORST_MS

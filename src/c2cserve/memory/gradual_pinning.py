@@ -50,7 +50,7 @@ class GradualRegion:
         """Whether a step or a load waits for it."""
         self.closing = False
         self.changed = threading.Condition()
-        """Notified when all is registered, at a fault, and when nothing is registered any more."""
+        """Notified when all is registered, at a fault, and when the region is closed."""
 
     @property
     def complete(self) -> bool:
@@ -110,8 +110,6 @@ class GradualRegion:
         number = self._order[self._next]
         self._registered[number] = 0
         registrar.unregister(self._pieces[number][0])
-        if not self._next:
-            self._notify()
 
     def _notify(self) -> None:
         with self.changed:
