@@ -151,3 +151,16 @@ def _move(cuda: FakeCuda, settings: Settings, segments: list[Segment]) -> None:
         while closing.is_alive():
             cuda.pump()
             closing.join(1e-3)
+
+
+def test_weights_that_gemms_copy_are_cut_at_borders(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("c2cserve.kernels.gpu.driver")
+    copies: list[tuple[int, int, int, int]] = []
+    monkeypatch.setattr(driver, "copy_async", lambda *copy: copies.append(copy))
+    source = 5 * BORDER_BYTES - 100
+    driver.copy_from_host(7, source, BORDER_BYTES + 300, 9)
+    assert copies == [
+        (7, source, 100, 9),
+        (107, 5 * BORDER_BYTES, BORDER_BYTES, 9),
+        (107 + BORDER_BYTES, 6 * BORDER_BYTES, 200, 9),
+    ]
