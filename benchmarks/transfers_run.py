@@ -46,21 +46,21 @@ class Buffers:
     pinned: Sequence[PinnedRegion]
 
     def inward(self, gpu: int = 0, size: int | None = None, at: int = 0) -> Segment:
-        target, source = self.gpu[gpu].data_ptr() + at, self.pinned[0].device_address + at
+        target, source = self.gpu[gpu].data_ptr() + at, self.pinned[0].address + at
         return Segment(target, source, size or self.size, gpu, HOST)
 
     def outward(self, size: int | None = None, at: int = 0) -> Segment:
-        target, source = self.pinned[1].device_address + at, self.gpu_source.data_ptr() + at
+        target, source = self.pinned[1].address + at, self.gpu_source.data_ptr() + at
         return Segment(target, source, size or self.size, HOST, 0)
 
     def shares(self, gpus: int) -> list[Segment]:
         """Both ways at once, all of the host's memory between so many GPUs."""
         share = self.size // gpus // 4096 * 4096
         inward = [
-            self.inward(gpu, share)._replace(source=self.pinned[0].device_address + gpu * share)
+            self.inward(gpu, share)._replace(source=self.pinned[0].address + gpu * share)
             for gpu in range(gpus)
         ]
-        outward = [Segment(self.pinned[1].device_address + gpu * share,
+        outward = [Segment(self.pinned[1].address + gpu * share,
                            self.gpu[gpu].data_ptr() + self.size - share, share, HOST, gpu)
                    for gpu in range(gpus)]  # fmt: skip
         return inward + outward

@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 PREFIX = "c2cserve"
 _LOADS_AT_ONCE = 2
 _REMOVALS_AT_ONCE = 8
-_UNMAP_S = 10.0
-"""How long after an eviction its memory may still be mapped: workers unmap it between two steps."""
+_UNMAP_S = 30.0
+"""How long after an eviction its memory may still be mapped. Workers unmap it between two steps, or
+take its registration with a GPU back before, in pieces with pauses."""
 _RETRY_S = 0.02
 _CLEANER_S = 1.0
 """How long another server's clean-up may hold a lock that is not its own."""

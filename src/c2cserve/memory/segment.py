@@ -9,6 +9,7 @@ The manifest names every tensor's offset, shape and dtype. A group's ready flag 
 last byte is written. A worker that needs a group sets its wanted flag: the loader takes it next.
 """
 
+import ctypes
 import json
 import logging
 import mmap
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,8 @@ _LINE = 64
 _PADDING_SHARE_MAX = 1 / 32
 _REASON_AT = 16
 _CONTROL_HEAD = 1024
-_MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_libc = ctypes.CDLL(None, use_errno=True)  # Python's own call would hold the interpreter's lock
 
 
 class State(IntEnum):
@@ -120,6 +123,8 @@ class Segment:
             name: RowSource(files[file], offset, dtype)
             for name, (file, offset, dtype) in manifest["row_sources"].items()
         }
+        self.spans: tuple[tuple[int, int], ...] = tuple((a, b) for a, b in manifest["spans"])
+        """(start, stop) of the tensors that each group fills, of experts the whole stacks."""
         self._group_index = {name: i for i, name in enumerate(self.groups)}
         self._data: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         flags: NDArray[np.uint8] = np.frombuffer(self._control, np.uint8)
@@ -146,6 +151,7 @@ class Segment:
             {
                 "tensors": {n: [p.offset, p.shape, p.dtype] for n, p in places.items()},
                 "groups": [group.name for group in plan.groups],
+                "spans": _spans(plan, places),
                 "row_sources": _row_sources(plan, sources, files),
                 "files": list(files),
             }
@@ -270,9 +276,14 @@ class Segment:
         """Count loaded bytes. Only the loader calls this, under its lock."""
         self._loaded[0] += np.uint64(count)
 
-    def populate(self) -> None:
-        """Map all pages now, so that the first use of a weight takes no page fault."""
-        self._map.madvise(_MADV_POPULATE_READ)
+    def populate(self, start: int, stop: int) -> None:
+        """Map these pages now, so that their first use takes no page fault. The interpreter's lock
+        is free meanwhile. Raises OSError."""
+        size = ctypes.c_size_t(stop - start)
+        address = ctypes.c_void_p(self._data.ctypes.data + start)
+        if _libc.madvise(address, size, _MADV_POPULATE_READ) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"madvise: {os.strerror(code)}", str(self.path))
 
 
 class _Fence:
@@ -313,6 +324,15 @@ def remove_segment(path: Path) -> None:
     """Remove a segment from the directory. Mappings stay valid until they are closed."""
     path.unlink(missing_ok=True)
     control_path(path).unlink(missing_ok=True)
+
+
+def _spans(plan: LayoutPlan, places: dict[str, TensorPlace]) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    for group in plan.groups:
+        filled = [places[part.target] for part in group.parts]
+        stops = [one.offset + prod(one.shape) * ITEM_BYTES[one.dtype] for one in filled]
+        spans.append((min(one.offset for one in filled), max(stops)))
+    return spans
 
 
 def _row_sources(

@@ -24,8 +24,9 @@ class SettingsView(ctypes.Structure):
     _fields_ = (
         ("task_bytes", c_int64), ("task_bytes_most", c_int64), ("alone_bytes", c_int64),
         ("peer_bytes", c_int64), ("one_path_bytes", c_int64), ("batch_bytes", c_int64),
-        ("kernel_in_bytes", c_int64), ("kernel_out_bytes", c_int64), ("depth", c_int32),
-        ("longest_first", c_int32), ("direct_pieces_most", c_int32), ("relay_pieces_most", c_int32),
+        ("kernel_in_bytes", c_int64), ("kernel_out_bytes", c_int64), ("border_bytes", c_int64),
+        ("depth", c_int32), ("longest_first", c_int32), ("direct_pieces_most", c_int32),
+        ("relay_pieces_most", c_int32),
         ("stall_s", c_double), ("pause_s", c_double), ("slow", c_double), ("poll_s", c_double),
         ("spin_s", c_double), ("rest_s", c_double),
     )  # fmt: skip
@@ -172,7 +173,7 @@ def view_of(settings: Settings) -> SettingsView:
     return SettingsView(
         settings.task_bytes, settings.task_bytes_most, settings.alone_bytes,
         settings.peer_bytes, settings.one_path_bytes, settings.batch_bytes,
-        settings.kernel_in_bytes, settings.kernel_out_bytes, settings.depth,
+        settings.kernel_in_bytes, settings.kernel_out_bytes, settings.border_bytes, settings.depth,
         settings.order == "longest", _PIECES_MOST, _PIECES_MOST, settings.stall_s,
         settings.pause_s, settings.slow, settings.poll_s, settings.spin_s,
         settings.rest_s,

@@ -5,6 +5,7 @@ from enum import IntEnum
 from typing import Literal
 
 from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES
+from c2cserve.kernels.gpu.host_borders import BORDER_BYTES
 
 Order = Literal["direct", "longest"]
 """What a link takes next.
@@ -54,6 +55,9 @@ class Settings:
     shorter on average. 0: the copy engine carries all."""
     kernel_out_bytes: int = 0
     """The same for micro-tasks out of a GPU."""
+    border_bytes: int = BORDER_BYTES
+    """Segments are cut where the address in host memory is a multiple of it. Registrations may meet
+    there, and no copy crosses from one into another."""
     order: Order = "direct"
     poll_s: float = 40e-6
     """The time between two polls of the engine's thread, while anything is under way."""
@@ -82,6 +86,8 @@ class Settings:
             raise ValueError("the largest micro-task is no smaller than the smallest")
         if min(self.batch_bytes, self.kernel_in_bytes, self.kernel_out_bytes) < 0:
             raise ValueError("segments have 0 bytes or more")
+        if self.border_bytes < 1:
+            raise ValueError("there is 1 byte or more between two borders of registrations")
         if self.poll_s <= 0:
             raise ValueError("the engine's thread sleeps between two polls")
 

@@ -155,7 +155,7 @@ def test_masks_that_are_awaited_are_those_that_were_written() -> None:
     given = [mask for mask in masks if mask is not None]
     on_gpu = DEVICE.type == "cuda"
     memory = MaskMemory()
-    memory.register(lambda data: pin_array(data).device_address if on_gpu else data.ctypes.data)
+    memory.register(lambda data: pin_array(data).address if on_gpu else data.ctypes.data)
     region = memory.take(len(given), len(given[0]))
     assert region is not None
     region.masks[:] = torch.stack(given).numpy()

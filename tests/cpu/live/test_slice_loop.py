@@ -32,7 +32,7 @@ from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import Field, StatusPage
-from c2cserve.serving.worker.slice_engine import EngineState
+from c2cserve.serving.worker.slice_engine import EngineState, Unusable
 from c2cserve.serving.worker.world import WorkerWorld
 
 SPEC = ModelSpec("m", 1, 1, 512, 64)
@@ -59,6 +59,7 @@ class Engine:
         self.prepared: dict[str, Job] = {}
         """and those of them that are ready."""
         self._waiting: dict[str, Job] = {}
+        self.unusable: list[Unusable] = []
 
     def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
         if segment == "gone":
@@ -98,7 +99,8 @@ class Engine:
         self.polls += 1
         while self._over:
             self._world.report(self._over.popleft(), ())
-        return EngineState(self.parked, list(self.prepared.values()))
+        unusable, self.unusable = self.unusable, []
+        return EngineState(self.parked, list(self.prepared.values()), unusable)
 
     def finish(self) -> None:
         self._over.append(StepDone(self._steps.popleft(), (), 0.25))
@@ -325,6 +327,19 @@ def test_a_model_that_cannot_be_attached_or_detached_is_no_others_trouble(bench:
     [submitted] = bench.wait()
     assert isinstance(submitted, Submitted)
     assert heard(bench) == [msg.Unusable("gone", "gone", "gone")]
+
+
+def test_a_model_that_turns_out_to_be_unreadable_is_reported_once(bench: Bench) -> None:
+    """It was attached before all of it could be read. The controller has it detached."""
+    heard(bench)
+    bench.engine.unusable = [Unusable("m", "segment.1", "CUDA refuses it")]
+    assert bench.wait(0.05) == []
+    assert heard(bench) == [msg.Unusable("m", "segment.1", "CUDA refuses it")]
+    assert bench.wait(0.05) == []
+    assert heard(bench) == []
+    bench.run(1)
+    bench.engine.finish()
+    assert bench.wait() == [StepDone(1, (), 0.25)], "the slice goes on"
 
 
 def test_a_reset_is_done_when_no_step_can_draw_for_the_requests_any_more(bench: Bench) -> None:

@@ -120,10 +120,13 @@ def test_mappings_outlive_the_file(pool_dir: Path) -> None:
     assert worker.state is State.READY
 
 
-def test_populate_maps_every_page_at_once(pool_dir: Path) -> None:
+def test_populate_maps_the_pages_that_it_is_given(pool_dir: Path) -> None:
     worker = Segment.open(loaded(pool_dir, layered(4, (1024, 1024))).path)
     assert resident_bytes(worker.path) < worker.bytes
-    worker.populate()
+    before, half = resident_bytes(worker.path), worker.bytes // 2 // 4096 * 4096
+    worker.populate(0, half)
+    assert before < resident_bytes(worker.path) < worker.bytes
+    worker.populate(half, worker.bytes)
     assert resident_bytes(worker.path) == worker.bytes
 
 

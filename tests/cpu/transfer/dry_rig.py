@@ -22,7 +22,7 @@ class DryRig:
     def __init__(self, gpus: int, size: int) -> None:
         self.gpus = gpus
         memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(gpus + 3)]
-        pinned: Any = [SimpleNamespace(device_address=one.data_ptr()) for one in memory[:2]]
+        pinned: Any = [SimpleNamespace(address=one.data_ptr()) for one in memory[:2]]
         self.buffers = Buffers(size, memory[0], memory[1], memory[3:], memory[2], pinned)
         fill_sources(memory[0], memory[2])
         self._links: list[ThreadLinks] = []

@@ -51,11 +51,12 @@ std::map<int, unsigned> shared_most;  // of a CTA, on each device
 std::map<char*, size_t> host;
 std::set<void*> registered;
 std::pair<uint64_t, uint64_t> unpinned;
+uint64_t border_from, border_to, border_bytes;  // registrations meet there; 0: nowhere
 int64_t counts[4];  // copies, batches, launches, contexts that are current
 thread_local std::vector<void*> current;
 
 using Lock = std::lock_guard<std::recursive_mutex>;
-constexpr int kInvalidContext = 201, kInvalidHandle = 400, kLaunchFailed = 719, kNotReady = 600;
+constexpr int kInvalidValue = 1, kInvalidContext = 201, kInvalidHandle = 400, kLaunchFailed = 719, kNotReady = 600;
 
 double now_ms() {
   return std::chrono::duration<double, std::milli>(
@@ -90,6 +91,15 @@ int enqueue(void* stream, std::function<bool()> run) {
 bool move(const Piece& piece) {
   memmove(reinterpret_cast<void*>(piece.target), reinterpret_cast<void*>(piece.source), piece.size);
   return true;
+}
+
+bool crosses(const Piece& piece) {
+  for (const uint64_t at : {piece.target, piece.source}) {
+    const uint64_t last = at + piece.size - 1;
+    const bool inside = border_from <= at && at < border_to;
+    if (border_bytes > 0 && inside && at / border_bytes != last / border_bytes) return true;
+  }
+  return false;
 }
 
 bool relay(const Relay& p) {
@@ -130,6 +140,11 @@ void fake_fail(void* stream) {
 void fake_unpin(uint64_t start, uint64_t stop) {
   const Lock lock(mutex);
   unpinned = {start, stop};
+}
+
+void fake_borders(uint64_t start, uint64_t stop, uint64_t bytes) {
+  const Lock lock(mutex);
+  border_from = start, border_to = stop, border_bytes = bytes;
 }
 
 int64_t fake_count(int which) {  // 0 to 3: as `counts`; 4: what is still there
@@ -325,6 +340,7 @@ int cuStreamWaitEvent(void* stream, void* event, unsigned) {
 
 int cuMemcpyAsync(uint64_t target, uint64_t source, size_t size, void* stream) {
   const Lock lock(mutex);
+  if (crosses({target, source, size})) return kInvalidValue;
   ++counts[0];
   return enqueue(stream, [=] { return move({target, source, size}); });
 }
@@ -337,6 +353,7 @@ int cuMemcpyBatchAsync_v2(uint64_t* targets, uint64_t* sources, size_t* sizes, s
   ++counts[1];
   std::vector<Piece> pieces;
   for (size_t i = 0; i < count; ++i) pieces.push_back({targets[i], sources[i], sizes[i]});
+  if (std::any_of(pieces.begin(), pieces.end(), crosses)) return kInvalidValue;
   return enqueue(stream, [pieces] {
     for (const Piece& piece : pieces) move(piece);
     return true;

@@ -66,6 +66,11 @@ class FakeCuda:
         """Let these addresses be memory that is not pinned, and all others pinned."""
         self._library.fake_unpin(ctypes.c_uint64(start), ctypes.c_uint64(stop))
 
+    def border(self, start: int, stop: int, size: int) -> None:
+        """Let these addresses be registered memory in pieces, which meet at multiples of `size`.
+        Copies across are refused. 0: there are none."""
+        self._library.fake_borders(*map(ctypes.c_uint64, (start, stop, size)))
+
     def copy(self, target: int, source: int, size: int, stream: FakeStream) -> None:
         """Copy on a caller's stream."""
         gpu = stream.device.index

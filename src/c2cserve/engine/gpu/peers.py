@@ -1,6 +1,6 @@
 """Memory that neighbouring GPUs lend to a GPU's slices, and the weights that are copied there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,12 +62,13 @@ def open_peers(
     return PeerPool(neighbours, lender)
 
 
-def lendable(segment: pool.Segment) -> Lendable:
+def lendable(segment: pool.Segment, registered: Callable[[], bool]) -> Lendable:
     """Return all tensors that GEMMs read. An embedding table that is not the head is left out: a
-    step reads only a few rows of it, from host memory."""
+    step reads only a few rows of it, from host memory. `registered` tells whether copy engines can
+    read all of the segment."""
 
     def complete() -> bool:
-        return segment.state is pool.State.READY
+        return segment.state is pool.State.READY and registered()
 
     skipped = EMBED if HEAD in segment.tensors else ""
     places = [place for name, place in segment.tensors.items() if name != skipped]

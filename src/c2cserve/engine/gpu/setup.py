@@ -299,7 +299,7 @@ def _host_kv(
 def _mask_memory() -> MaskMemory:
     """Allocate host memory for masks, and register what the GPU reads. Raises PinningError."""
     memory = MaskMemory()
-    memory.register(lambda data: pin_array(data).device_address)
+    memory.register(lambda data: pin_array(data).address)
     return memory
 
 

@@ -151,7 +151,8 @@ class Decoder:
     def _embedding(self, batch: ForwardBatch, ops: Ops) -> Tensor:
         if self._embed is None:
             if self._weights.missing([self._embed_group]):
-                rows = placed(self._weights.rows(EMBED, batch.ids_to_read), self._device)
+                rows = self._weights.rows(EMBED, self._embed_group, batch.ids_to_read)
+                rows = placed(rows, self._device)
                 all_of_them = torch.arange(rows.shape[0], dtype=torch.int32, device=self._device)
                 return ops.embed(rows, all_of_them)
             self._embed = self._weights.tensor(EMBED)

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from c2cserve.kernels.gpu.host_borders import cut_at_borders
+
 cu: Any = import_module("cuda.bindings.driver")
 """The driver's functions. Type checkers cannot read this compiled module."""
 
@@ -147,8 +149,16 @@ def new_stream(device: int) -> torch.cuda.Stream:
 
 
 def copy_async(target: int, source: int, size: int, stream: int) -> None:
-    """Copy `size` bytes by a copy engine, between any two memories."""
+    """Copy `size` bytes by a copy engine, between any two memories. Host memory is of one
+    registration."""
     checked("cuMemcpyAsync", cu.cuMemcpyAsync(target, source, size, cu.CUstream(stream)))
+
+
+def copy_from_host(target: int, source: int, size: int, stream: int) -> None:
+    """Copy `size` bytes out of registered host memory by a copy engine. Registrations may meet
+    within them."""
+    for offset, part in cut_at_borders(source, size):
+        copy_async(target + offset, source + offset, part, stream)
 
 
 def hold_back(stream: int, word: int) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,14 +22,14 @@ from c2cserve.engine.guides import Guides
 from c2cserve.engine.models.config import ModelConfig, parse_config
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.rotation import HostKv, copies_at_once, no_copies
-from c2cserve.engine.step_costs import KINDS
 from c2cserve.engine.weights import Weights
 from c2cserve.grammars.outputs import Grammars
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.worker.executor_stats import kv_stats, step_stats
 from c2cserve.serving.worker.shared_gpu import SharedGpu
-from c2cserve.serving.worker.slice_engine import EngineState
+from c2cserve.serving.worker.slice_engine import EngineState, Unusable
 from c2cserve.serving.worker.world import WorkerWorld
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class _Backend(Protocol):
 
     def warm(self, config: ModelConfig) -> None: ...
 
-    def open(self, model: str, path: Path) -> Segment: ...
+    def open(self, model: str, path: Path) -> Weights: ...
 
     def close(self, model: str, path: Path) -> None: ...
 
@@ -82,7 +83,11 @@ class _Backend(Protocol):
 
     @property
     def waiting(self) -> bool:
-        """Whether a load waits for weights that are being loaded into the pool."""
+        """Whether a load waits for weights that are being loaded into the pool, or registered."""
+        ...
+
+    def unusable(self) -> Sequence[tuple[str, str]]:
+        """Return (model, reason) of models whose weights turned out to be unreadable, each once."""
         ...
 
     @property
@@ -115,8 +120,8 @@ class _CpuBackend:
     def warm(self, config: ModelConfig) -> None:
         pass
 
-    def open(self, model: str, path: Path) -> Segment:
-        return Segment.open(path)
+    def open(self, model: str, path: Path) -> Weights:
+        return Weights(Segment.open(path))
 
     def close(self, model: str, path: Path) -> None:
         pass
@@ -136,6 +141,9 @@ class _CpuBackend:
     def release(self, model: str) -> None:
         raise AssertionError(f"{model}: a CPU slice reads weights in place")
 
+    def unusable(self) -> Sequence[tuple[str, str]]:
+        return ()
+
 
 class _GpuBackend:
     """A GPU slice: weights are mapped and registered once per process. They are loaded into HBM by
@@ -145,6 +153,8 @@ class _GpuBackend:
         self, slice_: Slice, share: GpuShare, world: WorkerWorld, shared: "SharedGpu"
     ) -> None:
         """Open the slice's part of the GPU for the calling thread. Raises `NoEngine`."""
+        from c2cserve.engine.gpu.segments import Registering
+
         sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
         self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
         self._id = slice_.id
@@ -152,6 +162,7 @@ class _GpuBackend:
         self._report = world.report
         self._names: dict[str, str] = {}
         """Model -> the name of its segment."""
+        self._registering = Registering()
         self.device = gpu.device
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.context.sms} SMs"
         self.guides = Guides(world.notify, Grammars(gpu.masks))
@@ -169,13 +180,15 @@ class _GpuBackend:
     def warm(self, config: ModelConfig) -> None:
         self._gpu.warm(config)
 
-    def open(self, model: str, path: Path) -> Segment:
-        segment = self._shared.segments.open(path)
+    def open(self, model: str, path: Path) -> Weights:
+        pinned = self._shared.segments.begin(path)
+        self._registering.add(model, pinned)
         self._names[model] = path.name
         self._refresh_peers()  # an older view may confuse the segment's addresses with another's
         if self._gpu.cache is not None:
-            self._gpu.cache.add(model, segment.data.ctypes.data, segment.data.nbytes)
-        return segment
+            data = pinned.segment.data
+            self._gpu.cache.add(model, data.ctypes.data, data.nbytes)
+        return Weights(pinned.segment, pinned)
 
     def close(self, model: str, path: Path) -> None:
         if self._gpu.loads is not None:
@@ -184,7 +197,11 @@ class _GpuBackend:
         if self._gpu.cache is not None:
             self._gpu.cache.forget(model)
         del self._names[model]
+        self._registering.remove(model)
         self._shared.segments.close(path)
+
+    def unusable(self) -> Sequence[tuple[str, str]]:
+        return self._registering.faults()
 
     def begin(self, step: Step) -> None:
         streaming = self._shared.streaming
@@ -304,7 +321,7 @@ class WorkerEngine:
         parsed = parse_config(config, dtype)
         self._backend.warm(parsed)
         path = Path(segment)
-        weights = Weights(self._backend.open(spec.id, path))
+        weights = self._backend.open(spec.id, path)
         self._paths[spec.id] = path
         decoder = Decoder(parsed, weights, spec.max_context, self._backend.device)
         self._decoders[spec.id] = decoder
@@ -350,7 +367,11 @@ class WorkerEngine:
     def poll(self) -> EngineState:
         state = self._state = self._executor.poll()
         self._backend.polled(computing=state.computing)
-        return EngineState(state.parked or self._backend.waiting, state.prepared)
+        unusable = [
+            Unusable(model, str(self._paths[model]), reason)
+            for model, reason in self._backend.unusable()
+        ]
+        return EngineState(state.parked or self._backend.waiting, state.prepared, unusable)
 
     @property
     def stats(self) -> SliceStats:
@@ -359,34 +380,6 @@ class WorkerEngine:
             self._backend.stats, attaches=self._attaches, attach_seconds=self._attach_s,
             grammars_failed=self._guides.failed, grammar_waits=self._guides.waited,
             grammar_processes_lost=self._guides.processes_lost,
-            parts_rebuilt=state.renewals, **_kv_stats(self._executor),
-            **_step_stats(self._executor),
+            parts_rebuilt=state.renewals, **kv_stats(self._executor),
+            **step_stats(self._executor),
         )  # fmt: skip
-
-
-def _kv_stats(executor: Executor) -> dict[str, float]:
-    """Return the engine's rows about KV in host memory."""
-    host_kv, prefixes = executor.host_kv, executor.prefixes
-    return {
-        "kv_host_bytes": host_kv.used_bytes - prefixes.used_bytes,
-        "kv_out_bytes": host_kv.counts.out_bytes, "kv_in_bytes": host_kv.counts.in_bytes,
-        "prefix_host_bytes": prefixes.used_bytes, "prefix_out_bytes": prefixes.counts.saved_bytes,
-        "prefix_in_bytes": prefixes.counts.brought_bytes,
-        "prefix_in_seconds": prefixes.counts.bring_s,
-    }  # fmt: skip
-
-
-def _step_stats(executor: Executor) -> dict[str, float]:
-    """Return the engine's rows about the time of steps."""
-    costs, compute = executor.costs, executor.compute_seconds()
-    rows: dict[str, float] = {
-        "prefill_steps": costs.steps["prefill"], "switched_steps": costs.steps["switched"],
-        "step_wait_seconds": costs.wait_s,
-    }  # fmt: skip
-    of_kinds = (
-        ("compute", compute), ("batch", costs.batch_s), ("launch", costs.launch_s),
-        ("completion", costs.completion_s),
-    )  # fmt: skip
-    for name, seconds in of_kinds:
-        rows |= {f"{kind}_{name}_seconds": seconds[kind] for kind in KINDS}
-    return rows

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.memory.gradual_pinning import Pinner
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
 from c2cserve.runtime.slice_stats import SliceStats
@@ -118,15 +119,16 @@ class SharedGpu:
     ) -> "PinnedSegments":
         from c2cserve.engine.gpu.segments import PinnedSegments
 
-        if not neighbours:
-            return PinnedSegments(peers=self._peers)
         assert self._device is not None
+        pinner = Pinner(computes=lambda: bool(self.streaming), device=self._device)
+        if not neighbours:
+            return PinnedSegments(pinner, self._peers)
         server = os.getppid()
         self._relays = GpuRelays(
             transfers, self._device, lambda uuid: f"c2cserve.{server}.relays.{uuid}",
             self._share.uuid, neighbours,
         )  # fmt: skip
-        segments = PinnedSegments(peers=self._peers, watcher=self._relays.neighbours)
+        segments = PinnedSegments(pinner, self._peers, self._relays.neighbours)
         self._relays.serve(segments)
         return segments
 

@@ -11,13 +11,24 @@ from c2cserve.runtime.slice_stats import SliceStats
 
 
 @dataclass(frozen=True, slots=True)
+class Unusable:
+    """An attached model that this slice cannot read after all."""
+
+    model: str
+    segment: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineState:
     parked: bool
     """A step, or a load into the slice's memory, waits for weights that are being loaded into the
-    pool. The end of that is not notified of, so `poll` has to look."""
+    pool, or registered with the GPU. The end of that is not notified of, so `poll` has to look."""
     prepared: Sequence[Job] = ()
     """Requests that can be added now. `prepare` was called for them, or they had to leave the
     slice's steps for a while. Of these it is the rest."""
+    unusable: Sequence[Unusable] = ()
+    """Models that were found to be so since the last `poll`. They stay attached."""
 
 
 class SliceEngine(Protocol):

@@ -176,6 +176,9 @@ class WorkerWorld:
                     self._add(job)
                 else:  # it was withdrawn before the engine set it aside
                     self.engine.forget(job.request.id)
+            for one in state.unusable:  # the controller has it detached
+                log.error("%s cannot be used: %s", one.model, one.reason)
+                self._channel.send(msg.encode(msg.Unusable(one.model, one.segment, one.reason)))
             self._end_reset()
             now = time.monotonic()
             rests = not (self._events or self._in_flight)

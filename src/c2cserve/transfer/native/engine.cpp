@@ -71,10 +71,22 @@ TicketPtr Engine::sorted(const Move* moves, int64_t count) const {
       by_port.push_back({port, {}});
       found = by_port.rbegin();
     }
-    if (move.size > 0)
-      found->second.push_back({uint64_t(move.target), uint64_t(move.source), uint64_t(move.size)});
+    cut(move, found->second);
   }
   return ticket;
+}
+
+// Appends what a move copies. Registrations of host memory may meet at borders, and the driver
+// refuses copies that cross from one into another.
+void Engine::cut(const Move& move, std::vector<Piece>& pieces) const {
+  const bool in = move.source_gpu < 0, out = move.target_gpu < 0;
+  const uint64_t host = in ? move.source : move.target, border = settings_.border_bytes;
+  uint64_t size = 0;
+  for (uint64_t at = 0; at < uint64_t(move.size); at += size) {
+    size = move.size - at;
+    if (in || out) size = std::min(size, border - (host + at) % border);
+    pieces.push_back({move.target + at, move.source + at, size});
+  }
 }
 
 // Checks the lowest and the highest byte of host memory.

@@ -86,6 +86,7 @@ class Engine {
  private:
   int port_of(const Move& move) const;
   TicketPtr sorted(const Move* moves, int64_t count) const;
+  void cut(const Move& move, std::vector<Piece>& pieces) const;
   void check_host(const Move* moves, int64_t count);
   std::string name_of(int link) const;
   double clock() const;

@@ -38,7 +38,7 @@ struct Piece {  // contiguous bytes to copy; addresses are those that GPUs use
 
 struct Settings {  // `transfer.settings.Settings`; times are in seconds
   int64_t task_bytes, task_bytes_most, alone_bytes, peer_bytes, one_path_bytes;
-  int64_t batch_bytes, kernel_in_bytes, kernel_out_bytes;
+  int64_t batch_bytes, kernel_in_bytes, kernel_out_bytes, border_bytes;
   int32_t depth, longest_first;
   int32_t direct_pieces_most, relay_pieces_most;
   double stall_s, pause_s, slow, poll_s, spin_s, rest_s;

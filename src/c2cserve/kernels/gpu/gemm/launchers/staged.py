@@ -64,7 +64,7 @@ def prefetch(
     for start, stop in panels(w.n, tiles.panel_rows, tiles.panel_growth):
         size, first = (stop - start) * row_bytes, start * row_bytes
         target = place.data_ptr() + first
-        driver.copy_async(target, w.pointer + first, size, context.copies.cuda_stream)
+        _copy(target, w, first, size, context.copies.cuda_stream)
         compute.wait_event(context.copies.record_event())
         part = None if bias is None else bias[start:stop]
         resident(x, place[start:stop], part, out[:, start:stop])
@@ -76,7 +76,7 @@ def bring(context: LaunchContext, w: WeightHandle, place: Tensor) -> None:
     """Copy W into `place` (of its shape, in HBM) by a copy engine. Later launches can read it."""
     compute = torch.cuda.current_stream(context.device)
     context.copies.wait_stream(compute)
-    driver.copy_async(place.data_ptr(), w.pointer, w.bytes, context.copies.cuda_stream)
+    _copy(place.data_ptr(), w, 0, w.bytes, context.copies.cuda_stream)
     compute.wait_event(context.copies.record_event())
 
 
@@ -169,6 +169,12 @@ def _fill_ring(
             driver.wait_at_least(stream, drained + 4 * (panel - tiles.slots), tiles_before)
         place = places.data_ptr() + panel % tiles.slots * tiles.panel_rows * row_bytes
         size = (stop - start) * row_bytes
-        driver.copy_async(place, w.pointer + start * row_bytes, size, stream)
+        _copy(place, w, start * row_bytes, size, stream)
         driver.signal(stream, filled + 4 * panel, 0x7FFFFFFF)
     torch.cuda.current_stream(context.device).wait_stream(context.copies)
+
+
+def _copy(target: int, w: WeightHandle, first: int, size: int, stream: int) -> None:
+    """Copy `size` bytes of W from the offset `first` on, by a copy engine."""
+    copy = driver.copy_from_host if w.home == "host" else driver.copy_async
+    copy(target, w.pointer + first, size, stream)
