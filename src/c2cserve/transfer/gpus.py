@@ -17,6 +17,7 @@ from c2cserve.kernels.gpu.aot.compiler import cubin_path, default_folder
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError
 from c2cserve.kernels.gpu.aot.variants import RELAY
 from c2cserve.kernels.gpu.driver import CudaError, checked, cu
+from c2cserve.kernels.gpu.host_borders import BORDER_BYTES
 from c2cserve.transfer.engine import RelayServer, TransferEngine
 from c2cserve.transfer.library import Result, library, machine_of, relay_view_of, view_of
 from c2cserve.transfer.moves import Port, ports_of
@@ -124,11 +125,14 @@ def serve_relays(engine: TransferEngine, gpu: int, channel: int) -> RelayServer:
 
 
 def serve_on(
-    engine: TransferEngine, context: int, channel: int, *, driver: str = _DRIVER
-) -> RelayServer:
-    """`serve_relays` in a context. Raises `LinkError`."""
+    engine: TransferEngine, context: int, channel: int, *, driver: str = _DRIVER,
+    border_bytes: int = BORDER_BYTES,
+) -> RelayServer:  # fmt: skip
+    """`serve_relays` in a context. `border_bytes`: see `Settings`. Raises `LinkError`."""
     return engine.open_server(
-        lambda native: library().c2c_relays_open(native, driver.encode(), context, channel)
+        lambda native: library().c2c_relays_open(
+            native, driver.encode(), context, channel, border_bytes
+        )
     )
 
 

@@ -131,7 +131,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 _RELAYS: dict[str, tuple[object, tuple[object, ...]]] = {
-    "open": (Result, (c_void_p, c_char_p, c_void_p, c_void_p)),
+    "open": (Result, (c_void_p, c_char_p, c_void_p, c_void_p, c_int64)),
     "close": (None, (c_void_p, c_void_p)),
     "streaming": (None, (c_void_p, c_int)),
     "count": (c_int64, (c_void_p,)),

@@ -176,11 +176,13 @@ void c2c_transfers_unshare(void* engine, int link, uint64_t near) {
 
 // Relays what another process submits to `channel`. `engine` is this process's: nothing is relayed
 // while it moves anything.
-Result c2c_relays_open(void* engine, const char* library, void* context, void* channel) {
+Result c2c_relays_open(void* engine, const char* library, void* context, void* channel,
+                       uint64_t border_bytes) {
   return guarded(
       [=]() -> Result {
         auto server =
-            std::make_unique<RelayServer>(library, context, static_cast<Channel*>(channel));
+            std::make_unique<RelayServer>(library, context, static_cast<Channel*>(channel),
+                                          border_bytes);
         engine_of(engine).watch(server->moving());
         return {server.release(), 0};
       },

@@ -28,8 +28,9 @@ void sleep_ns(long ns) {
 
 }  // namespace
 
-RelayServer::RelayServer(const std::string& library, void* context, Channel* channel)
-    : cuda_(library), context_(context), channel_(channel) {
+RelayServer::RelayServer(const std::string& library, void* context, Channel* channel,
+                         uint64_t border_bytes)
+    : cuda_(library), context_(context), channel_(channel), border_bytes_(border_bytes) {
   const Current current(cuda_, context);
   try {
     cuda_.check("cuMemHostRegister",
@@ -164,7 +165,7 @@ void RelayServer::copy_chunk(Job& job) {
   uint64_t filled = 0;
   while (job.piece < slot.pieces && filled < kChunkBytes && out.size() < kChunkParts) {
     const Piece& piece = slot.piece[job.piece];
-    const uint64_t size = std::min(piece.size - job.at, kChunkBytes - filled);
+    const uint64_t size = part(piece, job.at, kChunkBytes - filled);
     copy({lane.buffer + filled, piece.source + job.at, size});
     out.push_back({piece.target + job.at, lane.buffer + filled, size});
     filled += (size + kAligned - 1) / kAligned * kAligned;
@@ -180,6 +181,14 @@ void RelayServer::copy_chunk(Job& job) {
   cuda_.check("cuStreamWriteValue32",
               cuda_.stream_write(lane.stream, address_of(slot.moved[number]), lane.moved, 0));
   ++flying_;
+}
+
+// Returns how many bytes of a piece one copy carries.
+uint64_t RelayServer::part(const Piece& piece, uint64_t at, uint64_t most) const {
+  uint64_t size = std::min(piece.size - at, most);
+  for (const uint64_t start : {piece.source + at, piece.target + at})
+    size = std::min(size, border_bytes_ - start % border_bytes_);
+  return size;
 }
 
 // A recalled micro-task is over with the last of its chunks that are under way.

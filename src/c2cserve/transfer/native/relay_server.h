@@ -20,8 +20,9 @@ namespace c2c::transfer {
 // microseconds, and begins the next one: what was begun cannot be recalled, so it is little.
 class RelayServer {
  public:
-  // Throws `Fault`. `channel` stays as long as this object does.
-  RelayServer(const std::string& library, void* context, Channel* channel);
+  // Throws `Fault`. `channel` stays as long as this object does. No copy crosses a multiple of
+  // `border_bytes`: registrations of host memory may meet there.
+  RelayServer(const std::string& library, void* context, Channel* channel, uint64_t border_bytes);
   ~RelayServer();
   RelayServer(const RelayServer&) = delete;
 
@@ -51,6 +52,7 @@ class RelayServer {
   bool begin();
   bool retire();
   void copy_chunk(Job& job);
+  uint64_t part(const Piece& piece, uint64_t at, uint64_t most) const;
   void end(const Job& job);
   void fail(const Job& job);
   bool is_own() const { return read(channel_->moving) || read(channel_->streaming); }
@@ -59,6 +61,7 @@ class RelayServer {
   Cuda cuda_;
   void* context_;
   Channel* channel_;
+  uint64_t border_bytes_;
   CudaPointer channel_address_ = 0;
   bool registered_ = false;
   std::vector<Lane> lanes_ = std::vector<Lane>(kStageLanes);
