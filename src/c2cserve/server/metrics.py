@@ -80,6 +80,8 @@ class Metrics:
             "c2cserve:http_responses", "Responses by route and status.", ["route", "status"],
             registry=self.registry,
         )  # fmt: skip
+        self._routes: dict[tuple[str, int], Counter] = {}
+        """The series of routes, by status."""
         self._children: dict[tuple[str, ...], Any] = {}
         """The series of models, by the metric's name, the model's, and other labels. Finding them
         by labels costs more than counting."""
@@ -132,7 +134,10 @@ class Metrics:
             self._observe("c2cserve:weight_wait_seconds", model, timing.wait_weights_s)
 
     def responded(self, route: str, status: int) -> None:
-        self._http.labels(route, str(status)).inc()
+        child = self._routes.get((route, status))
+        if child is None:
+            child = self._routes[route, status] = self._http.labels(route, str(status))
+        child.inc()
 
     def add_routes(self, routes: Iterable[str]) -> None:
         """Create the counters of these routes, at 0, before the first answer."""

@@ -30,7 +30,7 @@ class Inbox:
     def posted(self) -> Counter[str]:
         """Return how many jobs of each tenant wait to be taken."""
         items = list(self._items)
-        return Counter(one.request.tenant for one in items if isinstance(one, LiveJob))
+        return Counter([one.request.tenant for one in items if isinstance(one, LiveJob)])
 
     def take(self) -> Iterator[ClusterEvent | LiveJob]:
         """Yield all that was posted, oldest first."""

@@ -1,17 +1,11 @@
-"""What happens to a request before the application sees it: when it arrived, and whether it is
-refused at once.
+"""Refuses requests in an overload before the application sees them."""
 
-A busy event loop reads late. What waits unread is invisible to it, so a time to first token that
-counts from the first line of code is too short. The kernel knows when the bytes came.
-"""
-
-import asyncio
+import itertools
 import logging
 import re
 import secrets
-import socket
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,35 +21,21 @@ from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Preparer, model_of
+from c2cserve.server.shedding.heads import Caller, first_fields
 
 log = logging.getLogger(__name__)
 
+LET_IN = b""
+"""Instead of a refusal: the request may come in."""
 _ID = re.compile(r"[!-~]{1,128}")
 """Request ids of clients that are used: they are safe in a header and on a line of a log."""
-_LAST_DATA_AT = 52
-"""Offset of `tcpi_last_data_recv` in Linux' `struct tcp_info`: milliseconds since data arrived."""
-_TICK_S = 0.01
-"""The kernel counts in ticks of up to so long. A shorter wait cannot be told from none."""
+_ids = itertools.count(secrets.randbits(64))
 
 
 def request_id(headers: Mapping[str, str]) -> str:
     """Return the id that the client gave its request, else a new one."""
     given = headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else secrets.token_hex(8)
-
-
-def arrived_s(transport: asyncio.BaseTransport) -> float:
-    """Return when the last bytes of a connection arrived, as `time.monotonic` counts. It is now
-    for what is no TCP connection."""
-    now, connection = time.monotonic(), transport.get_extra_info("socket")
-    if connection is None:
-        return now
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_AT + 4)
-    except OSError:
-        return now
-    unread_s = int.from_bytes(info[_LAST_DATA_AT:], "little") / 1e3
-    return now if unread_s <= _TICK_S else now - unread_s
+    return given if _ID.fullmatch(given) else f"{next(_ids) % 2**64:016x}"
 
 
 class LoadShedder:
@@ -71,48 +51,68 @@ class LoadShedder:
         self._metrics = metrics
         self._preparer = preparer
         self._log_limit = LogLimit()
+        self._common: tuple[Sequence[tuple[bytes, bytes]], bytes] = ((), b"")
 
-    def refusal(self, scope: MutableMapping[str, Any], body: bytes) -> bytes | None:
-        """Return the fields and the content of a refusal, None if the request may come in. Only an
-        overload is refused here: a request with a fault comes in, and is told there."""
+    @property
+    def active(self) -> bool:
+        """Whether any request may be refused now."""
+        return self._gateway.may_refuse
+
+    def caller(self, scope: MutableMapping[str, Any]) -> Caller | None:
+        """Return what the head of a request says. None if it asks for something else, or has a
+        fault: then it comes in, and is told there."""
         route = scope["path"]
-        if not self._gateway.may_refuse or scope["method"] != "POST" or route not in ANSWER_PATHS:
+        if scope["method"] != "POST" or route not in ANSWER_PATHS:
             return None
         http = HttpRequest(scope)
         try:
             self._guard.check(http, "user")
-            key = self._gate.identify(key_header(http.headers))
+        except ApiError:
+            return None
+        fields: Sequence[tuple[bytes, bytes]] = scope["headers"]
+        return Caller(route, first_fields(fields), self._guard.cross_origin(http, "user"))
+
+    def judge(self, caller: Caller, body: bytes, arrived_s: float) -> bytes | None:
+        """Return the fields and the content of a refusal. `LET_IN` if the request can be in time,
+        None if the application is to look at it. Only an overload is refused here: a request with
+        a fault comes in, and is told there."""
+        route, headers = caller.route, caller.headers
+        try:
+            key = self._gate.identify(key_header(headers))
             name = model_of(body)
             if route.startswith("/api/"):
                 name = catalogue_name(name, self._gateway)
             files = self._gateway.resolve(name)
             if files is None or not key.quota.limits.allows_model(files.id):
                 return None
-            state = scope["state"]
-            self._preparer.check_overload(files, key.tenant, http.headers, state["arrived_s"])
+            self._preparer.check_overload(files, key.tenant, headers, arrived_s)
             self._preparer.let_in(key.tenant)
-            state["let_in"] = True
         except Refused as refused:
             if refused.status != 429:
                 return None
-            fields = self._guard.cross_origin(http, "user")
-            return self._answer(route, ApiError.of(refused), request_id(http.headers), fields)
+            return self._answer(caller, ApiError.of(refused))
         except ApiError:
             return None
-        return None
+        return LET_IN
 
-    def _answer(
-        self, route: str, error: ApiError, request_id: str, more: Mapping[str, str]
-    ) -> bytes:
+    def common(self, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
+        """Return the lines of the header fields that all answers have. They change once a
+        second."""
+        if fields is not self._common[0]:
+            lines = b"".join(b"%s: %s\r\n" % field for field in fields)
+            self._common = fields, lines
+        return self._common[1]
+
+    def _answer(self, caller: Caller, error: ApiError) -> bytes:
+        route, id_ = caller.route, request_id(caller.headers)
         self._metrics.responded(route, error.status)
-        self._log(route, error, request_id)
+        self._log(route, error, id_)
         content = msgspec.json.encode(error_body(route, error))
-        fields = {
-            "content-type": "application/json", "content-length": str(len(content)),
-            **id_headers(route, request_id), **error.all_headers(), **more,
-        }  # fmt: skip
-        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        return f"{lines}\r\n".encode("latin-1") + content
+        fields = {**id_headers(route, id_), **error.all_headers(), **caller.more}
+        lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
+        return (
+            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n{lines}\r\n"
+        ).encode("latin-1") + content
 
     def _log(self, route: str, error: ApiError, request_id: str) -> None:
         """Log at most one refusal per second: writing a line takes longer than refusing."""
