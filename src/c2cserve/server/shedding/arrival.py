@@ -15,8 +15,8 @@ _TICK_S = 0.01
 """The kernel counts in ticks of up to so long. A shorter wait cannot be told from none."""
 
 _getsockopt = ctypes.PyDLL(None).getsockopt
-"""It holds the interpreter's lock, so no other thread runs meanwhile. The method of uvloop's sockets
-makes a socket for each call. That takes ten times as long."""
+"""It holds the interpreter's lock, so no other thread runs meanwhile. The method of uvloop's
+sockets makes a socket for each call. That takes ten times as long."""
 
 
 def descriptor(transport: asyncio.BaseTransport) -> int:
