@@ -9,6 +9,9 @@ from c2cserve.server.shedding.arrival import ArrivalClock, descriptor
 from c2cserve.server.shedding.heads import Caller, KnownHead
 from c2cserve.server.shedding.shedder import LET_IN, LoadShedder
 
+_TRIES = 4
+"""A client whose heads all differ, by an id for example, is not worth more of them."""
+
 
 class SheddingProtocol(HttpToolsProtocol):
     """uvicorn's protocol. What is refused in an overload gets no task and reaches no route. If its
@@ -27,6 +30,8 @@ class SheddingProtocol(HttpToolsProtocol):
         """What is being parsed, if a request begins with it."""
         self._known: KnownHead | None = None
         """The head of the last request that was refused."""
+        self._tries = _TRIES
+        """Heads that may still be held before one of them comes again."""
         self._judged: bytes | None = None
         """What the load shedder says of the request in `_piece`."""
 
@@ -47,6 +52,7 @@ class SheddingProtocol(HttpToolsProtocol):
         if not answer:
             self._judged = answer
             return False
+        self._tries = _TRIES
         self.server_state.total_requests += 1
         self._write_refusal(answer)
         return True
@@ -66,7 +72,8 @@ class SheddingProtocol(HttpToolsProtocol):
         self._start_held()
 
     def _end_refused(self, cycle: Any, answer: bytes, caller: Caller) -> None:
-        if cycle.keep_alive:
+        if cycle.keep_alive and self._tries:
+            self._tries -= 1
             self._known = KnownHead.of(caller, self._piece, len(cycle.body))
         self._write_refusal(answer, b"" if cycle.keep_alive else b"connection: close\r\n")
         cycle.response_started = cycle.response_complete = True

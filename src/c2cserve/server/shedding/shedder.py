@@ -29,6 +29,7 @@ LET_IN = b""
 """Instead of a refusal: the request may come in."""
 _ID = re.compile(r"[!-~]{1,128}")
 """Request ids of clients that are used: they are safe in a header and on a line of a log."""
+_encode = msgspec.json.Encoder().encode
 _ids = itertools.count(secrets.randbits(64))
 
 
@@ -107,7 +108,7 @@ class LoadShedder:
         route, id_ = caller.route, request_id(caller.headers)
         self._metrics.responded(route, error.status)
         self._log(route, error, id_)
-        content = msgspec.json.encode(error_body(route, error))
+        content = _encode(error_body(route, error))
         fields = {**id_headers(route, id_), **error.all_headers(), **caller.more}
         lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
         return (

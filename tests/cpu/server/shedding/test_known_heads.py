@@ -116,6 +116,14 @@ def test_heads_may_alternate(overloaded: Served) -> None:
             assert (status, fields["x-request-id"]) == (429, given_id)
 
 
+def test_heads_may_differ_for_long(overloaded: Served) -> None:
+    with connected(overloaded) as connection:
+        for number in [*range(12), 11, 11]:
+            connection.sendall(request(f"x-request-id: {number}\r\n"))
+            [(status, fields, _)] = whole_answers(connection, 1)
+            assert (status, fields["x-request-id"]) == (429, str(number))
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
