@@ -1,9 +1,8 @@
 """Refuses requests in an overload before the application sees them."""
 
-import itertools
 import logging
+import random
 import re
-import secrets
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -30,13 +29,15 @@ LET_IN = b""
 _ID = re.compile(r"[!-~]{1,128}")
 """Request ids of clients that are used: they are safe in a header and on a line of a log."""
 _encode = msgspec.json.Encoder().encode
-_ids = itertools.count(secrets.randbits(64))
+_ids = random.Random()
+"""Ids need not be secret, so the operating system is not asked for each. They do not count
+requests: a client shall not learn how many others send."""
 
 
 def request_id(headers: Mapping[str, str]) -> str:
     """Return the id that the client gave its request, else a new one."""
     given = headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else f"{next(_ids) % 2**64:016x}"
+    return given if _ID.fullmatch(given) else f"{_ids.getrandbits(64):016x}"
 
 
 class LoadShedder:
