@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class InstantGateway:
     ) -> None:  # fmt: skip
         return None
 
-    async def submit(self, job: Job) -> AsyncIterator[Delta]:
+    async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
         request = job.request
         for i in range(request.max_new_tokens):
             await asyncio.sleep(0)

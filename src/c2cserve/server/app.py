@@ -31,7 +31,6 @@ from c2cserve.server.doors.routes import DOORS, WEB_PATHS, DoorRoutes, error_bod
 from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
-from c2cserve.server.load_shedding import LoadShedder, request_id
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.model_names import unknown_model
 from c2cserve.server.openapi.document import describe
@@ -45,6 +44,7 @@ from c2cserve.server.prepare import (
 )
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.shapes import model_card
+from c2cserve.server.shedding.shedder import LoadShedder, request_id
 from c2cserve.server.text.messages import Api
 from c2cserve.server.text.pool import TextPool
 from c2cserve.server.tls import Tls

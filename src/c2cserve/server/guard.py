@@ -17,6 +17,7 @@ forging them.
 
 import ipaddress
 import re
+from functools import lru_cache
 from typing import Literal
 
 from starlette.datastructures import Headers
@@ -193,6 +194,7 @@ def host_name(host: str) -> str:
     return name.rpartition(":")[0] if name.count(":") == 1 else name
 
 
+@lru_cache(256)
 def is_loopback(name: str) -> bool:
     """Return whether a name or an address is this machine's own. In browsers, names below
     `localhost` never lead elsewhere (RFC 6761)."""

@@ -7,6 +7,7 @@ That takes as long as the model does, provided that the client goes on reading i
 
 import asyncio
 import fcntl
+import math
 import secrets
 import termios
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import httptools
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from c2cserve.runtime.gateway import Gateway
 from c2cserve.server.access.gate import Gate
@@ -27,8 +28,9 @@ from c2cserve.server.app import create_app
 from c2cserve.server.connections import Connections
 from c2cserve.server.dashboard.live import TickTap
 from c2cserve.server.errors import ApiError
-from c2cserve.server.load_shedding import LoadShedder, arrived_s
 from c2cserve.server.settings import ServerSettings
+from c2cserve.server.shedding.arrival import ArrivalClock
+from c2cserve.server.shedding.protocol import SheddingProtocol
 from c2cserve.server.tls import Tls
 
 _LINGER_S = 1.0
@@ -55,6 +57,7 @@ def http_config(
     class Bounded(HttpProtocol):
         all = connections
         shedder = app.state.shedder
+        clock = ArrivalClock()
         wire_bytes_max = _FRAMING * settings.body_bytes_max + settings.connections.header_bytes
 
     config = uvicorn.Config(
@@ -68,11 +71,10 @@ def http_config(
     return config
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(SheddingProtocol):
     """One connection."""
 
     all: Connections
-    shedder: LoadShedder
     wire_bytes_max: int
     """Most bytes of a request: its body in chunks, and what follows it."""
 
@@ -93,11 +95,10 @@ class HttpProtocol(HttpToolsProtocol):
         """uvicorn's cycles of requests that were read and not answered, oldest first."""
         self._reading = False
         """Data that has arrived is being parsed."""
-        self._held: tuple[Any, Any] | None = None
-        """uvicorn's cycle and application of the request that is being read. It is started when
-        all that has arrived of it is read: by then it may be refused."""
         self._over = False
         """No further bytes are read from this connection."""
+        self._refused_s = -math.inf
+        """When a request was last refused unparsed, by the event loop's clock."""
 
     # ---- coming and going -----------------------------------------------------------------------
 
@@ -179,13 +180,20 @@ class HttpProtocol(HttpToolsProtocol):
         """Start the timer of the phase."""
         phase, limits = self._phase, self._limits
         if phase == "idle":
-            self._set_timer(limits.idle_timeout_s, lambda: self._close("idle"))
+            self._set_timer(limits.idle_timeout_s, self._idle_over)
         elif phase == "head":
             self._set_timer(limits.head_timeout_s, partial(self._late, "headers", "head_timeout"))
         elif phase == "body":
             self._set_timer(limits.body_timeout_s, partial(self._late, "body", "body_timeout"))
         else:
             self._set_timer(None)
+
+    def _idle_over(self) -> None:
+        left_s = self._refused_s + self._limits.idle_timeout_s - self.loop.time()
+        if left_s > 0.0:
+            self._set_timer(left_s, self._idle_over)
+        else:
+            self._close("idle")
 
     def _late(self, what: str, reason: str) -> None:
         if self.pipeline:
@@ -247,11 +255,16 @@ class HttpProtocol(HttpToolsProtocol):
         if self._over:
             return
         before = self._entered
-        self._reading = True
         if self._phase == "idle":
+            if self._refused_unparsed(data):
+                self._refused_s = self.loop.time()
+                self.all.idle(self)
+                return
+            self._piece, self._reading = data, True
             self._enter("head")
+        self._reading = True
         self._feed(data)
-        self._reading = False
+        self._reading, self._piece, self._judged = False, b"", None
         if self._entered != before and not self._over:
             self._limit_phase()
         self._start_held()
@@ -342,7 +355,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._over or self._upgrading:
             return
         state: dict[str, Any] = self.scope["state"]  # pyright: ignore
-        state["arrived_s"], state["read_s"] = arrived_s(self.transport), time.monotonic()
+        state["arrived_s"], state["read_s"] = self._arrived_s(), time.monotonic()
         super().on_message_complete()
         # Bytes behind a connection's last request are not read.
         self._over = not self.cycle.keep_alive
@@ -356,28 +369,6 @@ class HttpProtocol(HttpToolsProtocol):
             self._held = cycle, app
         else:
             super()._start_asgi_task(cycle, app)  # it waited for the answers before
-
-    def _start_held(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            super()._start_asgi_task(*held)
-
-    def _shed(self) -> None:
-        """Answer a request that was read as a whole and is refused in an overload; start others."""
-        cycle: Any = self.cycle
-        if self._held is not None and not cycle.waiting_for_100_continue:
-            answer = self.shedder.refusal(cycle.scope, bytes(cycle.body))
-            if answer is not None:
-                self._held = None
-                own = b"" if cycle.keep_alive else b"connection: close\r\n"
-                for name, value in self.server_state.default_headers:
-                    own += name + b": " + value + b"\r\n"
-                self.transport.write(STATUS_LINE[429] + own + answer)
-                cycle.response_started = cycle.response_complete = True
-                if not cycle.keep_alive:
-                    self.transport.close()
-                self.on_response_complete()
-        self._start_held()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -1,7 +1,9 @@
 """`/metrics`. A metric that vLLM has too has vLLM's name, so existing dashboards work. The others
 begin with `c2cserve:`."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -55,6 +57,15 @@ _VALUES = {"finished_reason": ("stop", "length", "abort", "error"), "met": ("tru
 """Labels beside the model -> their possible values."""
 
 
+class _Histogram(Histogram):
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Observe many values in a tenth of the time that one by one takes."""
+        places = Counts(bisect_left(self._upper_bounds, value) for value in values)
+        for place, count in places.items():
+            self._buckets[place].inc(count)
+        self._sum.inc(sum(values))
+
+
 class Metrics:
     """The metrics of one app, in a registry of their own: two apps in a process stay apart."""
 
@@ -69,7 +80,7 @@ class Metrics:
         if gate is not None:
             self.registry.register(KeyMetrics(gate))
         self._histograms = {
-            name: Histogram(name, help_, ["model_name"], buckets=buckets, registry=self.registry)
+            name: _Histogram(name, help_, ["model_name"], buckets=buckets, registry=self.registry)
             for name, help_, buckets in _HISTOGRAMS
         }
         self._counters = {
@@ -80,15 +91,17 @@ class Metrics:
             "c2cserve:http_responses", "Responses by route and status.", ["route", "status"],
             registry=self.registry,
         )  # fmt: skip
+        self._routes: dict[tuple[str, int], Counter] = {}
+        """The series of routes, by status."""
         self._children: dict[tuple[str, ...], Any] = {}
         """The series of models, by the metric's name, the model's, and other labels. Finding them
         by labels costs more than counting."""
 
-    def _observe(self, name: str, model: str, value: float) -> None:
+    def _observe(self, name: str, model: str, *values: float) -> None:
         child = self._children.get((name, model))
         if child is None:
             child = self._children[name, model] = self._histograms[name].labels(model)
-        child.observe(value)
+        child.observe_all(values)
 
     def _count(self, name: str, value: float, *labels: str) -> None:
         child = self._children.get((name, *labels))
@@ -115,9 +128,8 @@ class Metrics:
         if choice.output_tokens > 1:
             tpot_s = (choice.last_s - choice.first_s) / (choice.output_tokens - 1)
             self._observe("vllm:request_time_per_output_token_seconds", model, tpot_s)
-        for gap_s in choice.gaps_s:
-            self._observe("vllm:inter_token_latency_seconds", model, gap_s)
-            self._observe("vllm:time_per_output_token_seconds", model, gap_s)
+        self._observe("vllm:inter_token_latency_seconds", model, *choice.gaps_s)
+        self._observe("vllm:time_per_output_token_seconds", model, *choice.gaps_s)
         met = ttft_s <= request.slo.ttft_s and tpot_s <= request.slo.tpot_s
         self._count("c2cserve:slo", 1, model, "true" if met else "false")
         self._count("vllm:prompt_tokens", request.prompt_len, model)
@@ -132,7 +144,10 @@ class Metrics:
             self._observe("c2cserve:weight_wait_seconds", model, timing.wait_weights_s)
 
     def responded(self, route: str, status: int) -> None:
-        self._http.labels(route, str(status)).inc()
+        child = self._routes.get((route, status))
+        if child is None:
+            child = self._routes[route, status] = self._http.labels(route, str(status))
+        child.inc()
 
     def add_routes(self, routes: Iterable[str]) -> None:
         """Create the counters of these routes, at 0, before the first answer."""

@@ -69,7 +69,7 @@ class IncomingRequest:
     allows: Callable[[str], bool]
     """Whether its key may use the model of an id."""
     arrived_s: float
-    """When the kernel had all of it (`load_shedding.arrived_s`)."""
+    """When the kernel had all of it (`shedding.arrival`)."""
     read_s: float
     """When the event loop had."""
     let_in: bool = False

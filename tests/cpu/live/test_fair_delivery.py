@@ -112,3 +112,59 @@ async def test_what_changes_how_tokens_are_told_stays_alone(last: Delta | Refuse
     stream.put(delta(0))
     stream.put(last)
     assert [await stream.get(), await stream.get()] == [delta(0), last]
+
+
+FIRST = Delta("r", (0,), timing=Timing("gpu0", False, 0.0, 0.0, 0.0, 0.0))
+
+
+async def taken(stream: OutputStream, within_s: float) -> list[Delta]:
+    """What a client that always waits is given within a time."""
+    given: list[Delta] = []
+    try:
+        async with asyncio.timeout(within_s):
+            while True:
+                given.append(output_of(await stream.get()))
+    except TimeoutError:
+        return given
+
+
+async def test_a_paced_client_gets_tokens_together_but_its_first_and_last_at_once() -> None:
+    delivery, stream = FairDelivery(asyncio.get_running_loop()), OutputStream(pace_s=60.0)
+    delivery.paced = True
+    client = asyncio.create_task(taken(stream, 0.1))
+    await asyncio.sleep(0)
+    for item in (FIRST, delta(1), delta(2), delta(3), Delta("r", (4,), finish=FinishReason.LENGTH)):
+        delivery.add([("", stream, item)], time.monotonic())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [one.tokens for one in await client] == [(0,), (1, 2, 3, 4)]
+
+
+async def test_what_a_paced_client_waits_for_comes_without_further_tokens() -> None:
+    stream = OutputStream(pace_s=0.02)
+    client = asyncio.create_task(taken(stream, 1.0))
+    for item in (FIRST, delta(1), delta(2)):
+        await asyncio.sleep(0)
+        stream.put(item, paced=True)
+    assert [one.tokens for one in await client] == [(0,), (1, 2)]
+
+
+async def test_slow_tokens_do_not_wait_for_others() -> None:
+    stream = OutputStream(pace_s=0.02)
+    for item in (FIRST, delta(1), delta(2)):
+        client = asyncio.ensure_future(stream.get())
+        await asyncio.sleep(0.03)
+        stream.put(item, paced=True)
+        await asyncio.sleep(0)
+        assert client.done()
+
+
+async def test_without_an_overload_each_token_comes_at_once() -> None:
+    delivery, stream = FairDelivery(asyncio.get_running_loop()), OutputStream(pace_s=60.0)
+    client = asyncio.create_task(taken(stream, 0.1))
+    await asyncio.sleep(0)
+    for item in (FIRST, delta(1), delta(2)):
+        delivery.add([("", stream, item)], time.monotonic())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [one.tokens for one in await client] == [(0,), (1,), (2,)]

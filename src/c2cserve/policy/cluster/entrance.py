@@ -5,7 +5,6 @@ sending a body comes before that, and takes processor time that answers need. Re
 before they reach `Admission`, where it cannot see them.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from math import inf
 
@@ -118,10 +117,12 @@ class Entrance:
         expected_s = 0.0
         if self._standing.is_long:
             expected_s = self._preparing.wait_s(turns_before(tenant, preparing))
-        waiting = Counter(dict(backlog.waiting))
-        waiting.update(preparing)
-        waiting.update(posted)
-        if backlog.per_s and (newcomer.model in backlog.models or waiting.total() >= _LONG):
+        waiting = dict(backlog.waiting)
+        for more in (preparing, posted):
+            for name, count in more.items():
+                waiting[name] = waiting.get(name, 0) + count
+        long = sum(waiting.values()) >= _LONG
+        if backlog.per_s and (long or newcomer.model in backlog.models):
             expected_s = max(expected_s, turns_before(tenant, waiting) / backlog.per_s)
         expected_s += newcomer.waited_s
         if expected_s <= backlog.share * newcomer.ttft_s:

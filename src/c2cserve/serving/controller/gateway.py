@@ -31,6 +31,9 @@ loop takes the lock anew for each connection that it reads. With Python's 5 ms, 
 busy all the time leaves the event loop some 200 reads per second."""
 _GRACE_S = 2.0
 """Workers that got `Quit` have this long to end: a step under way is finished first."""
+_PACE = 0.5
+"""The share of its TPOT target in which a client gets output once at most in an overload. Each time
+takes the event loop as long as a refusal, and a slice makes several tokens in it."""
 _SAMPLE_S = 1.0
 """How often the busy time of slices is sampled."""
 _STALLED_S = 5.0
@@ -107,6 +110,7 @@ class LiveGateway:
     # ---- the event loop -----------------------------------------------------------------------
 
     def _hand_out(self, batch: list[Output], flushed_s: float) -> None:
+        self._delivery.paced = self.may_refuse
         self._delivery.add(batch, flushed_s)
         self._jobs.hand_out_s = self._delivery.delay_s
 
@@ -155,7 +159,7 @@ class LiveGateway:
         late = self._entrance.overdue(self._world.backlog, waited_s, ttft_s, now)
         if late is not None:
             raise Refused(429, *late)
-        stream, tenant = OutputStream(), request.tenant
+        stream, tenant = OutputStream(_PACE * request.slo.tpot_s), request.tenant
         request_id = job.request.id
         self._world.post(LiveJob(job, lambda item: self._outbox.append((tenant, stream, item))))
         ended = False

@@ -5,7 +5,7 @@ import contextlib
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from c2cserve.core.events import ClusterEvent
 from c2cserve.serving.controller.jobs import LiveJob
@@ -27,10 +27,12 @@ class Inbox:
     def wake(self) -> None:
         os.eventfd_write(self.wake_fd, 1)
 
-    def posted(self) -> Counter[str]:
+    def posted(self) -> Mapping[str, int]:
         """Return how many jobs of each tenant wait to be taken."""
+        if not self._items:
+            return {}
         items = list(self._items)
-        return Counter(one.request.tenant for one in items if isinstance(one, LiveJob))
+        return Counter([one.request.tenant for one in items if isinstance(one, LiveJob)])
 
     def take(self) -> Iterator[ClusterEvent | LiveJob]:
         """Yield all that was posted, oldest first."""

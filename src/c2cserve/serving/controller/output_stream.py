@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable
+from math import inf
 
 from c2cserve.core.request import Delta, FinishReason
 from c2cserve.runtime.gateway import Refused
@@ -15,19 +16,42 @@ class OutputStream:
     What its client has not taken yet is one delta, however many steps it is of. So a busy event
     loop has less to do for each token, the later it is."""
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("_items", "_pace_s", "_timer", "_waiter", "_woken_s")
 
-    def __init__(self) -> None:
+    def __init__(self, pace_s: float = 0.0) -> None:
+        """`pace_s`: how often the client gets more at most, where `put` says so."""
         self._items: deque[Delta | Refused] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._pace_s = pace_s
+        self._woken_s = -inf
+        """When the client was last given something that it waited for."""
+        self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, item: Delta | Refused) -> None:
-        """Add an item. Called on the event loop."""
-        last = self._items[-1] if self._items else None
-        if isinstance(last, Delta) and isinstance(item, Delta) and _continues(item):
-            self._items[-1] = _joined(last, item)
-        else:
-            self._items.append(item)
+    def put(self, item: Delta | Refused, *, paced: bool = False) -> None:
+        """Add an item. `paced`: the client may have to wait for more tokens, but never for its
+        first one, nor for the end. Called on the event loop."""
+        last, goes_on = self._items[-1] if self._items else None, False
+        if isinstance(item, Delta) and _continues(item):
+            goes_on = item.finish is None
+            if isinstance(last, Delta):
+                item = _joined(last, item)
+                self._items.pop()
+        self._items.append(item)
+        if self._waiter is None or self._waiter.done():
+            return
+        if paced and goes_on:
+            left_s = self._woken_s + self._pace_s - time.monotonic()
+            if left_s > 0.0:
+                if self._timer is None:
+                    self._timer = self._waiter.get_loop().call_later(left_s, self._wake)
+                return
+        self._wake()
+
+    def _wake(self) -> None:
+        self._woken_s = time.monotonic()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -75,6 +99,8 @@ class FairDelivery:
         self._due: dict[str, deque[tuple[float, OutputStream, Delta | Refused]]] = {}
         """Tenant -> its items, oldest first. The tenant whose turn it is comes first."""
         self._scheduled = False
+        self.paced = False
+        """In an overload, clients that read slower than tokens come get several at a time."""
         self.delay_s = 0.0
         """How long an item took lately from the controller to its request."""
 
@@ -100,7 +126,7 @@ class FairDelivery:
             if number == 0:
                 self.delay_s = waited_s
             number += 1
-            stream.put(item)
+            stream.put(item, paced=self.paced)
             items.popleft()
             del self._due[tenant]
             if items:

@@ -3,44 +3,14 @@
 import json
 import logging
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from served import BYTE, Served, make_gateway
+from raw import BODY, answers, raw
+from served import Served, make_gateway
 
-from c2cserve.runtime.gateway import Refused
 from c2cserve.server.settings import ConnectionLimits, ServerSettings
-
-BODY = {"model": BYTE, "prompt": "hello", "max_tokens": 3}
-
-
-@pytest.fixture
-def overloaded(served: Served) -> Iterator[Served]:
-    served.gateway.overloaded = Refused(429, "it would come late", 7.2)
-    yield served
-    served.gateway.overloaded = None
-
-
-def raw(body: bytes, head: str = "") -> bytes:
-    fields = f"host: localhost\r\ncontent-type: application/json\r\n{head}"
-    return (
-        f"POST /v1/completions HTTP/1.1\r\n{fields}content-length: {len(body)}\r\n\r\n"
-    ).encode() + body
-
-
-def answers(connection: socket.socket, count: int) -> list[tuple[int, dict[str, object]]]:
-    found: list[tuple[int, dict[str, object]]] = []
-    with connection.makefile("rb") as file:
-        while len(found) < count:
-            status = int(file.readline().split()[1])
-            fields: dict[str, str] = {}
-            while line := file.readline().decode().strip():
-                name, _, value = line.partition(": ")
-                fields[name] = value
-            found.append((status, json.loads(file.read(int(fields["content-length"])))))
-    return found
 
 
 def test_a_refusal_is_whole(overloaded: Served) -> None:
@@ -121,11 +91,11 @@ def test_refusals_are_counted_and_logged_once_a_second_at_most(
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     before = counted()
-    with caplog.at_level(logging.INFO, "c2cserve.server.load_shedding"):
+    with caplog.at_level(logging.INFO, "c2cserve.server.shedding.shedder"):
         for _ in range(20):
             overloaded.http.post("/v1/completions", json=BODY)
     assert counted() == before + 20
-    lines = [one for one in caplog.records if one.name == "c2cserve.server.load_shedding"]
+    lines = [one for one in caplog.records if one.name == "c2cserve.server.shedding.shedder"]
     assert len(lines) <= 10, "at most one each second"
 
 
