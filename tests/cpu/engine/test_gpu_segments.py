@@ -227,7 +227,7 @@ def test_a_step_that_is_parked_when_its_model_is_detached_fails(case: Case, tmp_
     lane.executor.poll()
     failed = lane.events[-1]
     assert isinstance(failed, StepFailed)
-    assert "is not attached any more" in failed.reason
+    assert "are here no more" in failed.reason
     case.registrar.gate.release()  # for the piece that was begun
     case.pinner.finish()
     assert not case.registrar.registered
