@@ -122,6 +122,22 @@ def test_limits_keep_slices_to_one_model_and_gpus_only(seed: int) -> None:
     assert all(len(up.active) <= 1 for up in world.slices.values())
 
 
+def test_a_request_on_its_way_back_outlives_its_slice() -> None:
+    """SLINFER takes it from a slice that is lost before it comes back."""
+    policy = cluster_policy(AdmissionSettings(), PRESETS["slinfer"])
+    spec = ModelSpec("a", 10, 2, 1024, 4096)
+    tell(policy, 0.0, ev.PoolState(100), ev.SliceUp(gpu("g0")), ev.SliceUp(gpu("g1")))
+    tell(policy, 0.0, ev.ModelAdded(spec), ev.ModelUsable("a"), ev.ModelLoaded("a", 10, 0.0))
+    one = request("r", "a")
+    assert act.Dispatch("r", "g0") in tell(policy, 0.0, ev.Arrived(one))
+    policy._instances._preempt(policy._slices["g0"], "a")
+    assert act.Preempt("r", "g0") in tell(policy, 0.1)
+    sent = tell(policy, 0.2, ev.SliceLost("g0", (one,)))
+    assert act.Dispatch("r", "g1") in sent
+    tell(policy, 0.3, ev.Finished("r", 5), ev.Draining())
+    assert policy.done
+
+
 def tell(policy: ClusterPolicy, now: float, *events: ev.ClusterEvent) -> list[act.ClusterAction]:
     for event in events:
         policy.apply(event)
