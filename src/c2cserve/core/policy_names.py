@@ -4,7 +4,7 @@ from typing import Literal
 
 PolicyName = Literal[
     "c2cserve", "slinfer", "serverlessllm", "sllm+c", "aegaeon", "superinfer", "fcfs",
-    "c2cserve-static",
+    "c2cserve-published", "c2cserve-static",
 ]  # fmt: skip
 """`c2cserve` is this project's. The others are published systems, to compare with: the presets of
 `policy.baselines.presets` with these names."""

@@ -71,7 +71,8 @@ def plan_machine(wishes: SliceWishes, pool_dir: Path, pool_bytes: int | None) ->
 
 
 def fitting_policy(policy: PolicyName, slices: Sequence[Slice]) -> PolicyName:
-    """Return the policy that these slices run. ServerlessLLM on CPU slices is `sllm+c`.
+    """Return the policy that these slices run. ServerlessLLM on CPU slices is `sllm+c`. What a
+    published system lacks here is logged.
 
     Raises CliError for slices that the policy cannot use."""
     gpus = [one for one in slices if one.gpu is not None]
@@ -80,6 +81,11 @@ def fitting_policy(policy: PolicyName, slices: Sequence[Slice]) -> PolicyName:
             "--policy superinfer rotates KV through host memory, and no slice has any: give"
             " --host-kv-bytes",
             2,
+        )
+    if policy == "c2cserve-published":
+        log.warning(
+            "--policy c2cserve-published: servers have no hybrid GEMMs, so alpha is only simulated;"
+            " placing and chunks are as published"
         )
     if policy != "serverlessllm" or len(gpus) == len(slices):
         return policy

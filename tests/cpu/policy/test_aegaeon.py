@@ -1,4 +1,4 @@
-"""Aegaeon's turns: quotas by the formula, groups of prompts, and nobody waits for ever."""
+"""Aegaeon's turns: quotas by the formula, groups of prompts, and no model waits for ever."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -64,7 +64,10 @@ def test_a_simulated_preset_is_the_one_that_a_server_runs(name: str, tmp_path: P
         slices=SliceSettings(kv_share=1.0, host_kv_bytes=4 << 30),
     )  # fmt: skip
     found = simulate_scenario(scenario, record=path)
-    assert found.requests == found.finished > 0
+    assert found.requests == found.finished + found.rejected
+    # No stream of these models is in time over a quarter of such a link.
+    assert found.finished == found.requests or name == "c2cserve-published"
+    assert found.finished
     replayed = replay(path)
     assert replayed.equal, [stream.difference for stream in replayed.streams]
 

@@ -14,6 +14,7 @@ from c2cserve.policy.baselines.c2cserve.chunk_budgets import (
     smallest_budget,
     whole_budget,
 )
+from c2cserve.policy.baselines.c2cserve.streaming import STREAMS_ONLY
 from c2cserve.policy.baselines.instances import PresetInstances
 from c2cserve.policy.baselines.placing import BaselinePlacing
 from c2cserve.policy.baselines.presets import C2CSERVE, PRESETS, Chunks, Preset
@@ -57,8 +58,11 @@ def cluster_strategies(preset: Preset) -> cluster.Strategies[BaselineClusterActi
         return cluster.live_strategies()
     outputs = Outputs()
     placer = Placer(preset, outputs.mean)
-    ours = preset.placing == "c2cserve"
-    placing = cluster.BudgetedPlacing(outputs.mean) if ours else BaselinePlacing(preset, placer)
+    placing: cluster.Placing = BaselinePlacing(preset, placer)
+    if preset.placing == "c2cserve":
+        placing = cluster.BudgetedPlacing(outputs.mean)
+    elif preset.placing == "streams":
+        placing = cluster.BudgetedPlacing(outputs.mean, STREAMS_ONLY)
     return cluster.Strategies(outputs, placing, PresetInstances(preset, placer))
 
 

@@ -43,7 +43,7 @@ class PresetInstances(InstanceRules[BaselineClusterAction]):
         if slice_.kind not in self._preset.kinds:
             return False
         sized = slice_.link_bytes_per_s > 0.0 and slice_.hbm_bytes > 0
-        load.keeps = self._preset.keeps and sized
+        load.keeps = sized and (self._preset.keeps or self._preset.placing == "streams")
         if self._preset.placing == "slinfer":
             load.memory = MemoryBooks[Activate | ResizeKv](slice_.hbm_bytes or slice_.kv_bytes)
         return True

@@ -36,7 +36,7 @@ class BaselinePlacing:
                 return scatter(request, loads, self.preset.seed, self.preset.share)
             case "groups":
                 return place_by_groups(request, spec, loads)
-            case "c2cserve":
+            case "c2cserve" | "streams":
                 raise AssertionError("that is no baseline")
 
     def place_owed(

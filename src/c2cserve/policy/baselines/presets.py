@@ -9,8 +9,9 @@ from typing import Literal
 from c2cserve.core.machine import SliceKind
 from c2cserve.policy.slice.rotation import RotationSettings
 
-Placing = Literal["c2cserve", "slinfer", "limits", "scatter", "groups"]
-"""`c2cserve`: `policy.cluster.placement`. `slinfer`: `policy.baselines.slinfer.consolidation`.
+Placing = Literal["c2cserve", "streams", "slinfer", "limits", "scatter", "groups"]
+"""`c2cserve`: `policy.cluster.placement`. `streams`: the same if all weights stream
+(`policy.baselines.c2cserve.streaming`). `slinfer`: `policy.baselines.slinfer.consolidation`.
 `limits`: instances take a fixed number of requests (`policy.baselines.serverlessllm`). `scatter`:
 any slice with a free place, drawn by a hash (`policy.baselines.serverlessllm`). `groups`: prompts
 of a model together (`policy.baselines.aegaeon.placing`)."""
@@ -125,6 +126,9 @@ AEGAEON = Preset(
 
 FCFS = Preset("fcfs", "scatter", turn="arrival", chunks="fixed", alpha=False)
 
+C2CSERVE_PUBLISHED = Preset("c2cserve-published", "streams", chunks="smallest")
+"""C2CServe's placement, chunks and control of alpha, with weights that always stream."""
+
 C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunks="fixed", alpha=False)
 """C2CServe without placement, chunk sizing and control of alpha (its section 9.4)."""
 
@@ -132,6 +136,6 @@ PRESETS = {
     preset.name: preset
     for preset in (
         C2CSERVE, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, AEGAEON, SUPERINFER, FCFS,
-        C2CSERVE_STATIC,
+        C2CSERVE_PUBLISHED, C2CSERVE_STATIC,
     )
 }  # fmt: skip
