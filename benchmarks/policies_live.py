@@ -2,8 +2,8 @@
 
 python benchmarks/policies_live.py [--policies c2cserve,slinfer,...] [--gpu-slices 66x2]
     [--slices 2] [--catalog examples/specialists/catalog.toml] [--rates 40,120] [--seconds 20]
-    [--rounds 3] [--targets 1,0.1] [--prompt 8-64] [--output exp:48] [--shape llama-8b --models 6 --work DIR]
-    [--serve "..."] [--out FILE]
+    [--rounds 3] [--targets 1,0.1] [--prompt 8-64] [--output exp:48]
+    [--shape llama-8b --models 6 --work DIR] [--serve "..."] [--out FILE]
 
 In each round every policy gets a server of its own, in an order that changes from round to round.
 All get the same requests: open loops with Poisson arrivals, whose seed is the round's number.
