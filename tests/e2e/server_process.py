@@ -65,11 +65,13 @@ class ServerProcess:
         wrapper: Sequence[str] = (),
         admin_key: str = "",
         log: Path | None = None,
+        policy: str = "",
     ) -> None:
         """`settled`: wait until every model is in the pool (it must have room for all). `files`:
         descriptors that the server may have open, as `ulimit -n` sets it. `wrapper`: a command
         that ends by executing the one that is appended to it. `admin_key`: what the server's
-        administrator is known by. `log`: beside `directory` if not given.
+        administrator is known by. `log`: beside `directory` if not given. `policy`: a published
+        system's.
 
         A busy machine is no fault: no request is refused for what it waits, no worker is taken for
         hung within a minute, and a drain may take three, unless `args` say otherwise."""
@@ -85,8 +87,8 @@ class ServerProcess:
         self._args = [
             "--catalog", str(catalog), "--port", str(self.port), "--slices", str(slices),
             "--pool-dir", str(directory), "--log-format", "json", "--gpu-slices", "none",
-            "--patience", "1000", "--burst", "1000", "--hang-timeout", "60",
-            "--drain-timeout", "200", *args,
+            "--patience", "1000", "--hang-timeout", "60", "--drain-timeout", "200",
+            *(("--policy", policy) if policy else ("--burst", "1000")), *args,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | ForkedServer | None = None
 

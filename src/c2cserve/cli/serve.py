@@ -15,7 +15,6 @@ from c2cserve.cli import serve_options as opt
 from c2cserve.cli.access_options import AccessOptions, open_gate, read_tls
 from c2cserve.core.request import SamplingDefaults
 from c2cserve.devices.plan import ANY_GPUS, SliceWishes
-from c2cserve.policy.cluster.admission import BURST_S, AdmissionSettings
 from c2cserve.server.connections import connections_within, raise_file_limit
 from c2cserve.server.settings import (
     ConnectionLimits,
@@ -46,6 +45,7 @@ def serve(
     catalog: opt.CatalogPath,
     access: AccessOptions,
     cluster: opt.ClusterOptions,
+    policy: opt.PolicyOptions,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8000,
     slices: opt.Slices = None,
@@ -68,9 +68,6 @@ def serve(
     drain_timeout: opt.DrainTimeout = 60.0,
     strict: opt.Strict = False,
     generation_config: opt.GenerationConfig = "auto",
-    max_waiting: opt.MaxWaiting = 1024,
-    patience: opt.Patience = 20.0,
-    burst: opt.Burst = BURST_S,
     api_key: opt.ApiKeys = None,
     admin_key: opt.AdminKey = "",
     max_choices: opt.MaxChoices = REQUESTS.choices,
@@ -108,8 +105,9 @@ def serve(
     settings = LiveSettings(
         host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
         FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout),
-        drain_timeout, strict, AdmissionSettings(max_waiting, patience, burst_s=burst), server,
+        drain_timeout, strict, policy.admission(), server,
         access.model_root or (), access.keys, access.usage_log, _defaults(generation_config),
+        policy.policy,
     )  # fmt: skip
     _serve(catalog, settings, access, cluster)
 

@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 import typer
 
 from c2cserve.core.machine import ProfileChoice
+from c2cserve.core.policy_names import OWN, PolicyName
+from c2cserve.policy.by_name import admission_of
+from c2cserve.policy.cluster.admission import BURST_S, AdmissionSettings
 from c2cserve.serving.logs import LogFormat
 from c2cserve.terminal.sizes import size_option
 
@@ -116,21 +119,6 @@ GenerationConfig = Annotated[
         " directory whose file is for all models."
     ),
 ]
-MaxWaiting = Annotated[int, typer.Option(min=0, help="Requests queued before 429.")]
-Patience = Annotated[
-    float,
-    typer.Option(
-        min=0.0, help="Refuse a request that waits so many times its TTFT target; 0: never."
-    ),
-]
-Burst = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        help="Seconds that requests may wait without a break; then what would miss its TTFT target"
-        " is refused at once.",
-    ),
-]
 ApiKeys = Annotated[
     list[str] | None,
     typer.Option(
@@ -208,6 +196,44 @@ class ClusterOptions:
             rich_help_panel=_CLUSTER,
         ),
     ] = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """Which policy decides, and when it refuses."""
+
+    policy: Annotated[
+        PolicyName,
+        typer.Option(help="c2cserve, or a published system to compare with, in the same server."),
+    ] = OWN
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests queued before 429.")] = 1024
+    patience: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Refuse a request that waits so many times its TTFT target; 0: never. Default: 20,"
+            " or what --policy has.",
+        ),
+    ] = None
+    burst: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Seconds that requests may wait without a break; then what would miss its TTFT"
+            f" target is refused at once. Default: {BURST_S:g}.",
+        ),
+    ] = None
+
+    def admission(self) -> AdmissionSettings:
+        """Return when requests are refused. Raises BadParameter for an option without effect."""
+        if self.burst is not None and self.policy != OWN:
+            raise typer.BadParameter(
+                f"{self.policy} refuses nothing for an overload: leave it out",
+                param_hint="'--burst'",
+            )
+        burst_s = BURST_S if self.burst is None else self.burst
+        settings = AdmissionSettings(self.max_waiting, burst_s=burst_s)
+        return admission_of(self.policy, settings, self.patience)
 
 
 def split_keys(given: list[str] | None) -> tuple[str, ...]:

@@ -120,13 +120,14 @@ ClusterAction = (
 )  # fmt: skip
 """What the controller of a server carries out."""
 
-# ---- controller, in simulations only --------------------------------------------------------
+# ---- controller, of published systems only --------------------------------------------------
 
 
 @value
 class ResizeKv:
     """Give the instance this much memory for KV (only where each has its own, sized in advance).
-    It takes time, in which the instance computes nothing; then comes `events.KvResized`."""
+    In simulations it takes time, in which the instance computes nothing. A server's slices hand out
+    one arena, so there it is done at once. Then comes `events.KvResized`."""
 
     model: str
     slice_id: str
@@ -142,7 +143,7 @@ class Preempt:
     slice_id: str
 
 
-SimulatedClusterAction = ResizeKv | Preempt
+BaselineClusterAction = ResizeKv | Preempt
 
 # ---- slice ----------------------------------------------------------------------------------
 
@@ -302,7 +303,7 @@ ExecutorAction = RunStep | Drop | Truncate | Fail | Return | Move | PrefixAction
 EngineAction = ExecutorAction | Fetch | Release
 """Those and what its weight cache carries out; its world answers the others."""
 
-# ---- slice, in simulations only -------------------------------------------------------------
+# ---- slice, of published systems only -------------------------------------------------------
 
 
 @value
@@ -314,6 +315,6 @@ class SetAlpha:
     alpha: float
 
 
-SimulatedSliceAction = SetAlpha
+BaselineSliceAction = SetAlpha
 
-Action = ClusterAction | SimulatedClusterAction | SliceAction | SimulatedSliceAction
+Action = ClusterAction | BaselineClusterAction | SliceAction | BaselineSliceAction

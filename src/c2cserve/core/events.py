@@ -169,8 +169,8 @@ class KvResized:
 
 @value
 class TokensSent:
-    """How many tokens clients have of each request that runs. Only simulated baselines are told,
-    before each decision: their controllers relay every token."""
+    """How many tokens clients have of each request that runs. Only SLINFER's controller is told,
+    before each decision: it relays every token."""
 
     requests: tuple[tuple[str, int], ...]
     """(Request, tokens from before a resume too)."""
@@ -278,6 +278,8 @@ class RecallAsked:
     """The controller wants the request back if it has not started here (`actions.Return`)."""
 
     request_id: str
+    running: bool = False
+    """Also if it has started: its tokens stay and its KV goes (`actions.Preempt`)."""
 
 
 @value

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from c2cserve.core.model import ModelStatus
+from c2cserve.core.policy_names import OWN, PolicyName
 from c2cserve.core.request import Delta, Job, SamplingDefaults
 from c2cserve.runtime.slice_stats import SliceStats
 
@@ -107,6 +108,7 @@ class Snapshot:
     pool_budget_bytes: int
     running: int
     waiting: int
+    policy: PolicyName = OWN
     tenants: tuple[int, ...] = ()
     """The number of requests in flight of each tenant that has some, fewest first."""
     nodes: dict[str, str] = field(default_factory=dict[str, str])

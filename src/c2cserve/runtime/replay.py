@@ -7,7 +7,10 @@ from typing import Any, Never
 
 import msgspec
 
+from c2cserve.core.actions import BaselineClusterAction
 from c2cserve.core.machine import Slice
+from c2cserve.core.policy_names import OWN
+from c2cserve.policy.by_name import cluster_policy, slice_policy
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.policy.fleet.placement import FleetSettings
@@ -54,12 +57,14 @@ class ReplayResult:
         return all(stream.difference is None for stream in self.streams)
 
 
-def _cluster(arguments: dict[str, Any]) -> ClusterPolicy[Never]:
-    return ClusterPolicy(msgspec.convert(arguments["settings"], AdmissionSettings))
+def _cluster(arguments: dict[str, Any]) -> ClusterPolicy[BaselineClusterAction]:
+    settings = msgspec.convert(arguments["settings"], AdmissionSettings)
+    return cluster_policy(arguments.get("policy", OWN), settings)
 
 
 def _slice(arguments: dict[str, Any]) -> SlicePolicy[Never]:
-    return SlicePolicy(msgspec.convert(arguments["slice"], Slice), arguments["max_in_flight"])
+    slice_ = msgspec.convert(arguments["slice"], Slice)
+    return slice_policy(arguments.get("policy", OWN), slice_, arguments["max_in_flight"])
 
 
 def _fleet(arguments: dict[str, Any]) -> FleetPolicy:

@@ -132,6 +132,9 @@ class SliceStats:
     loading_bubble_seconds: float = _counter(
         "seconds", _LOOP, "Of those, seconds while a whole model was being loaded."
     )
+    turns: int = _counter(
+        "turns", _POLICY, "Turns of models begun, and groups of prompts (`--policy aegaeon`)."
+    )
     contended_seconds: float = _counter(
         "seconds", _POLICY, "Seconds for which steps did not overlap: requests competed for memory."
     )

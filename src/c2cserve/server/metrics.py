@@ -197,6 +197,9 @@ class SnapshotCollector(Collector):
             max(snapshot.tenants, default=0),
         )  # fmt: skip
         yield _gauge("c2cserve:draining", "1 while shutting down.", float(snapshot.draining))
+        named = GaugeMetricFamily("c2cserve:policy_info", "Which policy runs.", labels=["policy"])
+        named.add_metric([snapshot.policy], 1)
+        yield named
         yield from _nodes(snapshot)
         for name, value in sorted(snapshot.counters.items()):
             metric = CounterMetricFamily(f"c2cserve:{name}", "Events of this kind since the start.")

@@ -13,11 +13,12 @@ from c2cserve.catalog.file import Catalog
 from c2cserve.catalog.roots import roots_of
 from c2cserve.core.events import ClusterEvent, PoolState
 from c2cserve.core.machine import Slice
+from c2cserve.core.policy_names import OWN, PolicyName
 from c2cserve.core.request import SamplingDefaults
 from c2cserve.devices.plan import SliceWishes
 from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
+from c2cserve.policy.by_name import cluster_policy
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.runtime.record import Record, both
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.dashboard.live import TickTap
@@ -38,6 +39,7 @@ from c2cserve.serving.start_signals import StartSignals
 from c2cserve.serving.startup import (
     check_open_files,
     check_pinned,
+    fitting_policy,
     plan_machine,
     prepare_models,
 )
@@ -69,6 +71,7 @@ class LiveSettings:
     usage_log: Path | None
     defaults: SamplingDefaults | None
     """Sampling defaults of all models; None: those of each checkpoint."""
+    policy: PolicyName = OWN
 
 
 class LiveServer:
@@ -86,6 +89,7 @@ class LiveServer:
         self._gate = gate
         self._instance = secrets.token_hex(4)
         self._gateway: LiveGateway | None = None
+        self._policy: PolicyName = settings.policy
 
     async def run(self, listener: socket.socket) -> str | None:
         """Serve until drained. Return None, or why the server failed."""
@@ -94,6 +98,7 @@ class LiveServer:
             log.warning("removed what the killed server %s left in shared memory", dead)
         plan = plan_machine(settings.wishes, settings.pool_dir, settings.pool_bytes)
         slices, budget = plan.slices, plan.pool_bytes
+        self._policy = fitting_policy(settings.policy, slices)
         check_open_files(len(slices), settings.server.text.processes)
         pool = partial(
             make_pool, self._instance, settings.pool_dir, budget, nodes=plan.pool_nodes
@@ -126,11 +131,12 @@ class LiveServer:
         tap = TickTap()
         gateway = self._gateway = LiveGateway(
             self._instance,
-            _Loops(settings.admission, settings.record, tap),
+            _Loops(self._policy, settings.admission, settings.record, tap),
             self._make_fleet(slices),
             host,
             ended.set_result,
             settings.admission.burst_s,
+            self._policy,
         )
         gateway.post(PoolState(host.budget_bytes))
         for model in models:
@@ -172,7 +178,8 @@ class LiveServer:
         settings = self._settings
         record = None if settings.record is None else str(settings.record.resolve())
         configs = [
-            first_config(one, settings.log_level, settings.log_format, record) for one in slices
+            first_config(one, settings.log_level, settings.log_format, record, self._policy)
+            for one in slices
         ]
         fleet = Fleet(configs, settings.pool_dir / f"c2cserve.{self._instance}", settings.fleet)
         if settings.record is not None:
@@ -186,7 +193,10 @@ class _Loops:
     `tap` gets every tick too. Every loop gets a new policy and record: a policy that has failed
     leaves a stream that can be replayed."""
 
-    def __init__(self, admission: AdmissionSettings, path: Path | None, tap: TickTap) -> None:
+    def __init__(
+        self, policy: PolicyName, admission: AdmissionSettings, path: Path | None, tap: TickTap
+    ) -> None:
+        self._policy = policy
         self._admission = admission
         self._path = path
         self._tap = tap
@@ -194,7 +204,7 @@ class _Loops:
 
     def __call__(self, number: int) -> Loop:
         path = self._path
-        policy = ClusterPolicy(self._admission)
+        policy = cluster_policy(self._policy, self._admission)
         self._tap.begin_loop()
         if path is None:
             return policy, self._tap
@@ -202,7 +212,8 @@ class _Loops:
             self._record.close()
         stream = "controller" if number == 1 else f"controller/{number}"
         try:
-            self._record = Record(path, stream, "cluster", {"settings": self._admission})
+            arguments = {"settings": self._admission, "policy": self._policy}
+            self._record = Record(path, stream, "cluster", arguments)
         except OSError as error:
             if number == 1:
                 raise CliError(f"--record {path}: {error.strerror}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from c2cserve.catalog.file import Catalog
 from c2cserve.core.machine import Gpu, GpuShare, ProfileChoice, Slice
+from c2cserve.core.policy_names import PolicyName
 from c2cserve.devices.discover import discover
 from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.numa import reader_nodes, show_nodes, with_nodes
@@ -67,6 +68,38 @@ def plan_machine(wishes: SliceWishes, pool_dir: Path, pool_bytes: int | None) ->
         paused = sum(one.host_kv_bytes for one in slices)
         pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
     return MachinePlan(slices, pool_bytes, nodes)
+
+
+def fitting_policy(policy: PolicyName, slices: Sequence[Slice]) -> PolicyName:
+    """Return the policy that these slices run. ServerlessLLM on CPU slices is `sllm+c`. What a
+    published system lacks here is logged.
+
+    Raises CliError for slices that the policy cannot use."""
+    gpus = [one for one in slices if one.gpu is not None]
+    if policy == "superinfer" and not any(one.host_kv_bytes for one in slices):
+        raise CliError(
+            "--policy superinfer rotates KV through host memory, and no slice has any: give"
+            " --host-kv-bytes",
+            2,
+        )
+    if policy == "c2cserve-published":
+        log.warning(
+            "--policy c2cserve-published: servers have no hybrid GEMMs, so alpha is only simulated;"
+            " placing and chunks are as published"
+        )
+    if policy != "serverlessllm" or len(gpus) == len(slices):
+        return policy
+    if gpus:
+        raise CliError(
+            "--policy serverlessllm uses GPU slices only: leave --slices and --threads out, or"
+            " choose sllm+c, which uses CPU slices too",
+            2,
+        )
+    log.warning(
+        "--policy serverlessllm: there are no GPU slices, and it is tuned for GPUs; CPU slices run"
+        " sllm+c, the same with limits of CPUs"
+    )
+    return "sllm+c"
 
 
 def check_open_files(slices: int, text_processes: int) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from c2cserve.core.request import Slo
-from c2cserve.policy.baselines.presets import C2CSERVE, PRESETS
+from c2cserve.policy.baselines.compose import admission_of
+from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.sim.recording import Recorders, RecordFile, no_recorders
 from c2cserve.sim.report import Report, report
@@ -116,10 +117,9 @@ def simulate(
     """Run a scenario. `models` replace those that it names. `record`: the file to record it in.
 
     Raises ValueError (and its kinds), OSError, and AssertionError if an invariant breaks."""
-    as_server = scenario.as_live and PRESETS[scenario.policy] == C2CSERVE and not scenario.hybrid
-    file = (
-        None if record is None else RecordFile(record, _admission(scenario) if as_server else None)
-    )
+    as_server = scenario.as_live and not scenario.hybrid
+    settings = admission_of(PRESETS[scenario.policy], _admission(scenario)) if as_server else None
+    file = None if record is None else RecordFile(record, settings, scenario.policy)
     simulation = prepare(scenario, models, recorders=file or no_recorders)
     try:
         simulation.run()

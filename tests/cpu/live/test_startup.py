@@ -4,7 +4,8 @@ import resource
 
 import pytest
 
-from c2cserve.serving.startup import check_open_files
+from c2cserve.core.machine import GpuShare, Slice
+from c2cserve.serving.startup import check_open_files, fitting_policy
 from c2cserve.terminal.output import CliError
 
 
@@ -31,3 +32,16 @@ def test_a_server_says_how_many_open_files_it_needs(
 def test_no_limit_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     check_open_files(64, 8)
+
+
+def test_a_policy_fits_the_slices_or_says_what_does(caplog: pytest.LogCaptureFixture) -> None:
+    cpu, gpu = Slice("c", "cpu"), Slice("g", "gpu", gpu=GpuShare("GPU", 0))
+    assert fitting_policy("serverlessllm", [gpu, gpu]) == "serverlessllm"
+    assert fitting_policy("serverlessllm", [cpu]) == "sllm+c"
+    assert "sllm+c" in caplog.text
+    with pytest.raises(CliError, match="sllm"):
+        fitting_policy("serverlessllm", [cpu, gpu])
+    with pytest.raises(CliError, match="--host-kv-bytes"):
+        fitting_policy("superinfer", [gpu])
+    for policy in ("c2cserve", "slinfer", "aegaeon", "sllm+c", "fcfs"):
+        assert fitting_policy(policy, [cpu, gpu]) == policy

@@ -55,8 +55,8 @@ def carry_out(
     if placement.preempt is not None:
         gone = load.active[placement.preempt]
         assert len(gone.jobs) < len(load.active[request.model].jobs), "only smaller batches leave"
-        load.memory.down(footprint(gone))
-        load.memory.freed(footprint(gone))
+        load.memory.down(footprint(load, gone))
+        load.memory.freed(footprint(load, gone))
         for name in list(gone.jobs):
             load.remove(gone.spec.id, name)
         load.deactivate(gone.spec.id)
@@ -103,7 +103,7 @@ def test_who_is_placed_has_memory_and_time(seed: int, consolidate: bool) -> None
             there.append((load, model, request.id))
     for load in loads:
         assert load.memory is not None
-        used = sum(map(footprint, load.active.values()))
+        used = sum(footprint(load, one) for one in load.active.values())
         assert used == load.memory.budget_bytes <= load.slice.hbm_bytes
 
 

@@ -122,10 +122,44 @@ def test_limits_keep_slices_to_one_model_and_gpus_only(seed: int) -> None:
     assert all(len(up.active) <= 1 for up in world.slices.values())
 
 
+def test_a_request_on_its_way_back_outlives_its_slice() -> None:
+    """SLINFER takes it from a slice that is lost before it comes back."""
+    policy = cluster_policy(AdmissionSettings(), PRESETS["slinfer"])
+    spec = ModelSpec("a", 10, 2, 1024, 4096)
+    tell(policy, 0.0, ev.PoolState(100), ev.SliceUp(gpu("g0")), ev.SliceUp(gpu("g1")))
+    tell(policy, 0.0, ev.ModelAdded(spec), ev.ModelUsable("a"), ev.ModelLoaded("a", 10, 0.0))
+    one = request("r", "a")
+    assert act.Dispatch("r", "g0") in tell(policy, 0.0, ev.Arrived(one))
+    policy._instances._preempt(policy._slices["g0"], "a")
+    assert act.Preempt("r", "g0") in tell(policy, 0.1)
+    sent = tell(policy, 0.2, ev.SliceLost("g0", (one,)))
+    assert act.Dispatch("r", "g1") in sent
+    tell(policy, 0.3, ev.Finished("r", 5), ev.Draining())
+    assert policy.done
+
+
 def tell(policy: ClusterPolicy, now: float, *events: ev.ClusterEvent) -> list[act.ClusterAction]:
     for event in events:
         policy.apply(event)
     return list(policy.decide(now))
+
+
+def test_published_c2cserve_places_what_the_link_carries() -> None:
+    """Two streams in time take more than the link has, so the second waits (its section 6.2)."""
+    policy = cluster_policy(AdmissionSettings(), PRESETS["c2cserve-published"])
+    slice_ = gpu("g0", hbm_bytes=80 << 20, link="l", link_bytes_per_s=15e6)
+    tell(policy, 0.0, ev.PoolState(1 << 30), ev.SliceUp(slice_))
+    for name in "ab":
+        spec = ModelSpec(name, 1 << 20, 2, 1024, 4096)
+        tell(policy, 0.0, ev.ModelAdded(spec), ev.ModelUsable(name), ev.ModelLoaded(name, 1, 0.0))
+    first = tell(policy, 0.0, ev.Arrived(request("r", "a")))
+    assert act.Activate("a", "g0", False) in first
+    assert act.Dispatch("r", "g0") in first
+    assert not any(
+        isinstance(one, act.Dispatch)
+        for one in tell(policy, 0.1, ev.Arrived(request("s", "b", 0.1)))
+    )
+    assert act.Dispatch("s", "g0") in tell(policy, 0.2, ev.Finished("r", 5))
 
 
 def test_an_idle_instance_is_kept_alive_for_a_while() -> None:

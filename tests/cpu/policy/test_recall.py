@@ -1,4 +1,4 @@
-"""A slice gives back the requests that it is asked for, unless they have begun."""
+"""A slice gives back the requests that it is asked for: those that run only where that is meant."""
 
 import pytest
 from example_counts import examples
@@ -22,8 +22,8 @@ def test_whenever_it_is_asked_nothing_is_lost(
     world = world_of(drawn, seed, slabs, in_flight, park, 0.0)
     asked = data.draw(st.lists(st.sampled_from(sorted(world.jobs)), max_size=6))
     for name in asked:
-        later_s = data.draw(st.floats(0.0, 2.0))
-        world.at(world.jobs[name].request.arrival_s + later_s, RecallAsked(name))
+        later_s, running = data.draw(st.floats(0.0, 2.0)), data.draw(st.booleans())
+        world.at(world.jobs[name].request.arrival_s + later_s, RecallAsked(name, running))
     world.run()
     world.check_end()
     for name, job in world.jobs.items():
@@ -59,3 +59,21 @@ def test_a_request_whose_step_failed_stays() -> None:
     hand.tell(Submitted(request("r2")))
     actions = list(hand.tell(failed(step), RecallAsked("r1")))
     assert not any(isinstance(one, Return) for one in actions)
+
+
+def test_one_that_runs_comes_back_at_once_where_that_is_meant() -> None:
+    hand = Hand()
+    step = hand.step(Submitted(request("r1")))
+    assert list(hand.tell(RecallAsked("r1", running=True))) == []  # its step ends first
+    assert list(hand.tell(hand.done(step))) == [Return("r1")]
+    assert hand.policy.running == hand.policy.waiting == 0
+    assert not hand.policy.arena.held_bytes
+
+
+def test_one_that_waits_and_one_between_steps_come_back_too() -> None:
+    hand = Hand("m", "n")
+    step = hand.step(Submitted(request("r1")))
+    waiting = hand.tell(Submitted(request("r2", "n")), RecallAsked("r2", running=True))
+    assert list(waiting) == [Return("r2")]
+    hand.tell(hand.done(step, finished=["r1"]))
+    assert list(hand.tell(RecallAsked("r1", running=True))) == []  # it has ended

@@ -2,14 +2,19 @@
 
 from pathlib import Path
 from random import Random
+from typing import get_args
 
 import msgspec
 import pytest
 
+from c2cserve.core.policy_names import PolicyName
 from c2cserve.policy.baselines.presets import C2CSERVE
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.runtime.replay import RecordError, replay
 from c2cserve.sim.recording import RecordFile
+from c2cserve.sim.run import Scenario
+from c2cserve.sim.run import simulate as simulate_scenario
+from c2cserve.sim.workload.build import WorkloadSettings
 from c2cserve.sim.world.hardware import SliceSettings, build
 from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue, interleaved
@@ -48,6 +53,23 @@ def test_a_record_replays_through_the_policies_of_a_server(tmp_path: Path) -> No
     assert found.equal
     assert len(found.streams) == 8
     assert {"Dispatch", "Activate", "Fetch", "Release", "Move", "RunStep"} <= actions_of(path)
+
+
+@pytest.mark.parametrize("name", get_args(PolicyName))
+def test_a_simulated_preset_is_the_one_that_a_server_runs(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    limit = WorkloadSettings("synthetic:rate=4,duration=20", limit=60)
+    scenario = Scenario(
+        "h200-x1:green4", "llama-3.2-3b*4", limit, policy=name, as_live=True,
+        slices=SliceSettings(kv_share=1.0, host_kv_bytes=4 << 30),
+    )  # fmt: skip
+    found = simulate_scenario(scenario, record=path)
+    assert found.requests == found.finished + found.rejected
+    # No stream of these models is in time over a quarter of such a link.
+    assert found.finished == found.requests or name == "c2cserve-published"
+    assert found.finished
+    replayed = replay(path)
+    assert replayed.equal, [stream.difference for stream in replayed.streams]
 
 
 def test_a_record_of_other_policies_says_so(tmp_path: Path) -> None:

@@ -7,24 +7,24 @@ from itertools import count
 from c2cserve.core import events as ev
 from c2cserve.core.actions import (
     Activate,
+    BaselineClusterAction,
     ClusterAction,
     Preempt,
     ResizeKv,
-    SimulatedClusterAction,
 )
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.baselines.presets import Preset
-from c2cserve.policy.baselines.slinfer.consolidation import Placer, footprint
+from c2cserve.policy.baselines.slinfer.consolidation import Placer, footprint, weights_of
 from c2cserve.policy.baselines.slinfer.memory import MemoryBooks, lowered
 from c2cserve.policy.cluster.link_and_memory import stream_step_s
 from c2cserve.policy.cluster.slice_load import Instance, Placement, SliceLoad
 from c2cserve.policy.cluster.strategies import InstanceRules
 
-Actions = Sequence[ClusterAction | SimulatedClusterAction]
+Actions = Sequence[ClusterAction | BaselineClusterAction]
 
 
-class PresetInstances(InstanceRules[SimulatedClusterAction]):
+class PresetInstances(InstanceRules[BaselineClusterAction]):
     def __init__(self, preset: Preset, placer: Placer) -> None:
         self._preset = preset
         self._placer = placer
@@ -43,7 +43,7 @@ class PresetInstances(InstanceRules[SimulatedClusterAction]):
         if slice_.kind not in self._preset.kinds:
             return False
         sized = slice_.link_bytes_per_s > 0.0 and slice_.hbm_bytes > 0
-        load.keeps = self._preset.keeps and sized
+        load.keeps = sized and (self._preset.keeps or self._preset.placing == "streams")
         if self._preset.placing == "slinfer":
             load.memory = MemoryBooks[Activate | ResizeKv](slice_.hbm_bytes or slice_.kv_bytes)
         return True
@@ -62,7 +62,7 @@ class PresetInstances(InstanceRules[SimulatedClusterAction]):
                 return action, ResizeKv(spec.id, load.slice.id, max(0, rest))
             return (action,)
         instance.kv_bytes = placement.kv_bytes
-        if load.memory.up(spec.weight_bytes + placement.kv_bytes, action):
+        if load.memory.up(weights_of(load, spec) + placement.kv_bytes, action):
             return self._started(instance, action)
         instance.delayed = []
         return ()
@@ -81,7 +81,7 @@ class PresetInstances(InstanceRules[SimulatedClusterAction]):
     def ended(self, load: SliceLoad, instance: Instance) -> Actions:
         if load.memory is None:
             return ()
-        size = footprint(instance) - load.memory.cancel(
+        size = footprint(load, instance) - load.memory.cancel(
             lambda action: action.model == instance.spec.id
         )
         load.memory.down(size)
@@ -145,7 +145,7 @@ class PresetInstances(InstanceRules[SimulatedClusterAction]):
 
     def _freed(self, load: SliceLoad, size: int) -> Actions:
         assert load.memory is not None
-        actions: list[ClusterAction | SimulatedClusterAction] = []
+        actions: list[ClusterAction | BaselineClusterAction] = []
         for action in load.memory.freed(size):
             if isinstance(action, Activate):
                 actions += self._started(load.active[action.model], action)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
+from c2cserve.policy.baselines.aegaeon.placing import place_by_groups
 from c2cserve.policy.baselines.presets import Preset
 from c2cserve.policy.baselines.serverlessllm import place_by_limits, scatter
 from c2cserve.policy.baselines.slinfer.consolidation import Placer
@@ -33,7 +34,9 @@ class BaselinePlacing:
                 return place_by_limits(request, spec, loads, self.preset.limits)
             case "scatter":
                 return scatter(request, loads, self.preset.seed, self.preset.share)
-            case "c2cserve":
+            case "groups":
+                return place_by_groups(request, spec, loads)
+            case "c2cserve" | "streams":
                 raise AssertionError("that is no baseline")
 
     def place_owed(

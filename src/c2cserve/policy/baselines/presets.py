@@ -1,6 +1,6 @@
 """Which strategies make up a scheduler: ours, and the papers' as baselines in the same code.
 
-A preset is data, from which `sim.policies.build` makes policies. A simulated world reads what
+A preset is data, from which `policy.baselines.compose` makes policies. A simulated world reads what
 the mechanism underneath can do."""
 
 from dataclasses import dataclass
@@ -9,14 +9,16 @@ from typing import Literal
 from c2cserve.core.machine import SliceKind
 from c2cserve.policy.slice.rotation import RotationSettings
 
-Placing = Literal["c2cserve", "slinfer", "limits", "scatter"]
-"""`c2cserve`: `policy.cluster.placement`. `slinfer`: `policy.baselines.slinfer.consolidation`.
+Placing = Literal["c2cserve", "streams", "slinfer", "limits", "scatter", "groups"]
+"""`c2cserve`: `policy.cluster.placement`. `streams`: the same if all weights stream
+(`policy.baselines.c2cserve.streaming`). `slinfer`: `policy.baselines.slinfer.consolidation`.
 `limits`: instances take a fixed number of requests (`policy.baselines.serverlessllm`). `scatter`:
-any slice with a free place, drawn by a hash (`policy.baselines.serverlessllm`)."""
+any slice with a free place, drawn by a hash (`policy.baselines.serverlessllm`). `groups`: prompts
+of a model together (`policy.baselines.aegaeon.placing`)."""
 
-RunOrder = Literal["headroom", "arrival"]
+RunOrder = Literal["headroom", "arrival", "quota"]
 """Which model and which of its requests run next on a slice: least headroom first, or first come
-first served."""
+first served. `quota`: models have turns of some seconds (`policy.baselines.aegaeon.turns`)."""
 Chunks = Literal["headroom", "smallest", "fixed", "whole"]
 """How large chunks of prompts are: as headroom allows, the smallest in time (C2CServe section 6.3),
 the slice's largest, or one whole prompt a step."""
@@ -117,7 +119,15 @@ SUPERINFER = Preset(
 """SuperInfer's slices, with a load balancer in front: it has one model per device and no placing
 of its own."""
 
+AEGAEON = Preset(
+    "aegaeon", "groups", patience=0.0, turn="quota", chunks="whole", streams=False, alpha=False
+)
+"""Aegaeon's turns of models. It has no admission: nothing is refused for lateness."""
+
 FCFS = Preset("fcfs", "scatter", turn="arrival", chunks="fixed", alpha=False)
+
+C2CSERVE_PUBLISHED = Preset("c2cserve-published", "streams", chunks="smallest")
+"""C2CServe's placement, chunks and control of alpha, with weights that always stream."""
 
 C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunks="fixed", alpha=False)
 """C2CServe without placement, chunk sizing and control of alpha (its section 9.4)."""
@@ -125,6 +135,7 @@ C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunks="fixed", alpha=Fal
 PRESETS = {
     preset.name: preset
     for preset in (
-        C2CSERVE, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, SUPERINFER, FCFS, C2CSERVE_STATIC,
+        C2CSERVE, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, AEGAEON, SUPERINFER, FCFS,
+        C2CSERVE_PUBLISHED, C2CSERVE_STATIC,
     )
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """Instances on their slices: started, filled and ended, with the books of it."""
 
+from collections.abc import Iterable
 from typing import Generic
 
 from c2cserve.core import actions as act
@@ -43,13 +44,16 @@ class Instances(Generic[ExtraT]):
         if self._rules.opened(slice_, load):
             self.slices[slice_.id] = load
 
-    def slice_lost(self, slice_id: str) -> list[str]:
-        """Forget the slice. Return the model of each request that was there."""
+    def slice_lost(self, slice_id: str, displaced: Iterable[Request]) -> list[str]:
+        """Forget the slice. Return the model of each request that was there, or was on its way
+        back."""
         load = self.slices.pop(slice_id, None)
+        ids = [one.id for one in displaced]
+        back = [self.recalled.pop(name) for name in ids if name in self.recalled]
         if load is None:
-            return []
+            return back
         lost = [request_id for one in load.active.values() for request_id in one.jobs]
-        return [self.where.pop(request_id)[0] for request_id in lost]
+        return back + [self.where.pop(request_id)[0] for request_id in lost]
 
     def apply(self, event: ev.InstanceEvent) -> None:
         match event:

@@ -55,7 +55,7 @@ class LinkAndMemory(Budgets):
         """Return False if its weights stream and the link no longer carries them. Then it must be
         made anew, with resident weights."""
         tpot_s = ask.request.slo.tpot_s
-        return not instance.streams or _carries(load, instance.spec, tpot_s)
+        return not instance.streams or carries(load, instance.spec, tpot_s)
 
     def resumed_bytes(self, load: SliceLoad, instance: Instance) -> int:
         back = load.keeps and not instance.jobs and not instance.streams
@@ -76,7 +76,7 @@ class LinkAndMemory(Budgets):
         free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
         keep = load.keeps and (
             sum(_resident_bytes(load)) + spec.weight_bytes <= free
-            or not _carries(load, spec, ask.request.slo.tpot_s)
+            or not carries(load, spec, ask.request.slo.tpot_s)
         )
         if keep and spec.weight_bytes + ask.kv_bytes > load.slice.hbm_bytes:
             if self.link_bytes_per_s(load):
@@ -100,7 +100,7 @@ def stream_step_s(load: SliceLoad, spec: ModelSpec) -> float:
     return spec.step_bytes(1) / load.slice.link_bytes_per_s
 
 
-def _carries(load: SliceLoad, spec: ModelSpec, tpot_s: float) -> bool:
+def carries(load: SliceLoad, spec: ModelSpec, tpot_s: float) -> bool:
     """Return whether the link carries one more stream in time (C2CServe 6.2).
 
     All streams must fit into the slice's share of the link, and a round must leave time for others.

@@ -170,7 +170,7 @@ class ClusterPolicy(Generic[ExtraT]):
         displaced, refused = self._relocation.slice_lost(slice_id, displaced)
         for request, why in refused:
             self._reject(request, 500, why, 1.0)
-        for name in self._instances.slice_lost(slice_id):
+        for name in self._instances.slice_lost(slice_id, displaced):
             self._models[name].running -= 1
         for request in displaced:
             self._wait(request, displaced=True)

@@ -45,6 +45,8 @@ class StepTable:
 
     __slots__ = ("_lengths", "_prefill", "_rows")
 
+    measured = True
+
     def __init__(
         self, prefill: Iterable[tuple[int, float]], decode: Iterable[tuple[int, int, float]]
     ) -> None:
@@ -85,6 +87,10 @@ class Learned:
         measured = decode_step_s > 0.0 and prefill_token_s > 0.0
         self._decode_s = decode_step_s if measured else _NEVER_S
         self._token_s = prefill_token_s if measured else _NEVER_S
+
+    @property
+    def measured(self) -> bool:
+        return self._decode_s < _NEVER_S
 
     def prefill_s(self, tokens: int) -> float:
         return tokens * self._token_s if tokens else 0.0

@@ -46,6 +46,8 @@ class Seq:
     stopping: bool = False
     """It leaves what it holds once nothing has it in hand: a step of it failed, or its model was
     given up."""
+    recalled: bool = False
+    """The controller wants it back, though it has started (`events.RecallAsked`)."""
     at_fault: str = ""
     """Why its step failed again, alone."""
     ended: bool = False

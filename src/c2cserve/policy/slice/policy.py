@@ -55,6 +55,10 @@ class SlicePolicy(SliceMemory[ExtraT]):
         """and those that failed again, alone."""
 
     @property
+    def turns(self) -> int:
+        return self._weights.turns
+
+    @property
     def waiting(self) -> int:
         return sum(not seq.started for seq in self._seqs.values())
 
@@ -88,8 +92,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
                     self._truncate_if_too_long(seq)
             case ev.Withdrawn(request_id):
                 self._withdraw(request_id)
-            case ev.RecallAsked(request_id):
-                self._recall(request_id)
+            case ev.RecallAsked(request_id, running):
+                self._recall(request_id, running=running)
             case ev.StepDone():
                 self._step_done(event)
             case ev.StepFailed(step_id, reason):
@@ -113,6 +117,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             )
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
+            self._weights.opened(model, spec)
             if keep:
                 self._weights.activated(model, spec)
 
@@ -128,9 +133,12 @@ class SlicePolicy(SliceMemory[ExtraT]):
             seq.withdrawn = True
             self._leave(seq)
 
-    def _recall(self, request_id: str) -> None:
+    def _recall(self, request_id: str, *, running: bool) -> None:
         seq = self._seqs.get(request_id)  # None: it has ended meanwhile
-        if seq is not None and not (seq.started or seq.busy or seq.stopping or seq.failures):
+        if seq is not None and running:
+            seq.recalled = seq.stopping = True
+            self._settle(seq)
+        elif seq is not None and not (seq.started or seq.busy or seq.stopping or seq.failures):
             self._give_back(seq)
 
     def _step_done(self, event: ev.StepDone) -> None:
@@ -168,7 +176,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             self._forget(seq)
         elif seq.at_fault:
             self._end_at_fault(seq)
-        elif seq.stopping and seq.model.given_up:
+        elif seq.recalled or (seq.stopping and seq.model.given_up):
             self._give_back(seq)
         elif seq.stopping:
             self.retries += 1

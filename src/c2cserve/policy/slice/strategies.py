@@ -92,7 +92,7 @@ def swapping_of(arena: KvArena, slice_: Slice, *, rotates: bool) -> WeightSwappi
     """Return the rules of weights that are kept in a slice's memory.
 
     Where KV may have all of that memory, weights lie at its end, in what KV leaves."""
-    arena.weights_above = rotates and slice_.swaps_weights and slice_.kv_bytes >= slice_.hbm_bytes
+    arena.weights_above = slice_.swaps_weights and slice_.kv_bytes >= slice_.hbm_bytes
     return WeightSwapping(arena, slice_, rotates=rotates)
 
 

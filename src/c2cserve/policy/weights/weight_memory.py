@@ -36,6 +36,14 @@ class WeightMemory:
         """Return the blocks of KV that the model could have at most."""
         return self._arena.capacity(model.key)
 
+    @property
+    def turns(self) -> int:
+        """The turns of models that have begun, where they are counted."""
+        return 0
+
+    def opened(self, model: ActiveModel, spec: ModelSpec) -> None:
+        """Note that the model is active on the slice."""
+
     def activated(self, model: ActiveModel, spec: ModelSpec) -> None:
         """Note that the model's weights are to be resident as a whole (`events.Activated.keep`)."""
         raise AssertionError(f"{spec.id}: this slice keeps no weights as a whole")

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from c2cserve.core.actions import ClusterAction
+from c2cserve.core.actions import BaselineClusterAction, ClusterAction
 from c2cserve.core.events import ClusterEvent
 from c2cserve.runtime.driver import run
 from c2cserve.runtime.ports import Policy, Recorder
@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 _BREAKS_MAX = 5
 _WINDOW_S = 60.0
 
-Loop = tuple[Policy[ClusterEvent, ClusterAction], Recorder[ClusterEvent, ClusterAction]]
+Action = ClusterAction | BaselineClusterAction
+Loop = tuple[Policy[ClusterEvent, Action], Recorder[ClusterEvent, Action]]
 """A policy without any state yet, and the record of its stream."""
 
 

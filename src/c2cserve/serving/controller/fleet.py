@@ -6,6 +6,7 @@ yields what the controller must know of it.
 """
 
 import logging
+import select
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -143,10 +144,21 @@ class Fleet:
         reasons = sorted({f"slice {slot.slice.id}: {slot.reason}" for slot in slots})
         return Outage(f"no slice is up ({'; '.join(reasons)})", max(0.0, min(starts)))
 
-    @property
-    def awaited_fd(self) -> int | None:
-        """A descriptor that becomes readable when `start_due` can go on, if it waits."""
-        return self._spawner.awaited_fd
+    def poll(self, wake_fd: int, timeout_s: float) -> bool:
+        """Wait until `wake_fd` is readable, a worker has something, or the time is over. Return
+        whether a worker has ended, or `start_due` can go on."""
+        poller = select.poll()
+        poller.register(wake_fd, select.POLLIN)
+        for slot in self.slots.values():
+            if slot.worker is not None:
+                poller.register(slot.worker.pidfd, select.POLLIN)
+                if not slot.worker.channel.closed:
+                    poller.register(slot.worker.channel, slot.worker.channel.interest)
+        if (awaited := self._spawner.awaited_fd) is not None:
+            poller.register(awaited, select.POLLIN)
+        ready = dict(poller.poll(max(1, int(timeout_s * 1000))))
+        ended = any(one.worker and one.worker.pidfd in ready for one in self.slots.values())
+        return awaited in ready or ended
 
     def start_due(self, now: float) -> None:
         """Start a worker on every slice that has none, if its delay has passed and its last worker

@@ -11,7 +11,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from c2cserve.core.events import Cancelled, ClusterEvent, Draining, ModelWanted
 from c2cserve.core.model import ModelStatus
+from c2cserve.core.policy_names import OWN, PolicyName
 from c2cserve.core.request import Delta, Job
+from c2cserve.policy.by_name import relays_tokens
 from c2cserve.policy.cluster.admission import BURST_S
 from c2cserve.policy.cluster.entrance import Entrance, Newcomer
 from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot, Superseded
@@ -51,6 +53,7 @@ class LiveGateway:
         host: ModelHost,
         on_end: Callable[[str | None], None],
         burst_s: float = BURST_S,
+        policy: PolicyName = OWN,
     ) -> None:
         """`make_loop`: see `Controller`. `on_end` is called on the event loop when the controller
         has ended: with None after a drain, else with the reason. The workers end from then on;
@@ -66,11 +69,13 @@ class LiveGateway:
         self._delivery = FairDelivery(self._loop)
         self._started_s = time.time()
         self._draining = False
+        self._policy: PolicyName = policy
         self._entrance = Entrance(burst_s)
         self._busy = BusyShares()
         self._world = ControllerWorld(
-            fleet, host, self._directory, self._jobs, self._flush, self._forgotten
-        )
+            fleet, host, self._directory, self._jobs, self._flush, self._forgotten,
+            relays_tokens=relays_tokens(policy),
+        )  # fmt: skip
         self._controller = Controller(self._world, make_loop)
         self._changes = ModelChanges(
             host, self._directory, self._world.post, lambda: set(self._jobs.counts()),
@@ -207,6 +212,7 @@ class LiveGateway:
             busy=self._busy,
             stall_timeout_s=self._fleet.settings.stall_timeout_s,
             refused_early=self._entrance.refused,
+            policy=self._policy,
         )
 
     @property

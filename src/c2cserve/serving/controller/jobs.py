@@ -19,6 +19,7 @@ from c2cserve.core.events import (
     Recalled,
     RequestEvent,
     Returned,
+    TokensSent,
 )
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Timing
 from c2cserve.runtime.gateway import Refused
@@ -207,6 +208,14 @@ class JobTable:
                 live.deaths += 1
         self.resumed += len(displaced)
         return tuple(displaced), failed
+
+    def tokens_sent(self) -> list[TokensSent]:
+        """Return the event that says how many tokens clients have; none if no request runs."""
+        rows = [
+            (live.request.id, live.request.sent + len(live.output))
+            for live in self._jobs.values() if live.slice_id is not None
+        ]  # fmt: skip
+        return [TokensSent(tuple(rows))] if rows else []
 
     def withdraw_all(self) -> list[str]:
         """Take all requests off their slices, and return their ids. No request is blamed for it."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from c2cserve.core.model import ModelState, ModelStatus, name_of
+from c2cserve.core.policy_names import OWN, PolicyName
 from c2cserve.runtime.gateway import SliceStatus, Snapshot
 from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.controller.directory import BrokenModel, Directory, ModelRecord
@@ -70,6 +71,7 @@ def take_snapshot(
     busy: BusyShares,
     stall_timeout_s: float,
     refused_early: int = 0,
+    policy: PolicyName = OWN,
 ) -> Snapshot:
     """`stall_timeout_s`: how long a slice may have requests without a step being done.
     `refused_early`: requests that were refused before they reached the controller."""
@@ -95,6 +97,7 @@ def take_snapshot(
         running=sum(running for running, _ in counts.values()),
         waiting=sum(waiting for _, waiting in counts.values()),
         tenants=tuple(sorted(jobs.of_tenants())),
+        policy=policy,
         counters={name: float(count) for name, count in totals.items()},
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from c2cserve.core.machine import Slice
+from c2cserve.core.policy_names import OWN, PolicyName
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.forks import Child, ForkServer
 from c2cserve.serving.ipc.messages import (
@@ -285,10 +286,11 @@ class Worker:
 
 
 def first_config(
-    slice_: Slice, log_level: str, log_format: LogFormat, record: str | None
-) -> WorkerConfig:
+    slice_: Slice, log_level: str, log_format: LogFormat, record: str | None,
+    policy: PolicyName = OWN,
+) -> WorkerConfig:  # fmt: skip
     """Return the template of a slice's first incarnation; `next_config` makes the later ones."""
-    return WorkerConfig(slice_, 1, "", log_level, log_format, record)
+    return WorkerConfig(slice_, 1, "", log_level, log_format, record, policy)
 
 
 def next_config(config: WorkerConfig) -> WorkerConfig:

@@ -9,7 +9,6 @@ fresh loop (`serving.controller.controller`).
 """
 
 import logging
-import select
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,15 +17,18 @@ from functools import partial
 from c2cserve.core.actions import (
     Activate,
     Backlog,
+    BaselineClusterAction,
     ClusterAction,
     Deactivate,
     Dispatch,
     Evict,
     Forget,
     Load,
+    Preempt,
     Recall,
     Reject,
     Replace,
+    ResizeKv,
     Withdraw,
 )
 from c2cserve.core.events import (
@@ -37,6 +39,7 @@ from c2cserve.core.events import (
     InstanceFailed,
     InstanceReady,
     InstanceRecovered,
+    KvResized,
     Recalled,
     SliceLost,
     SliceUp,
@@ -72,8 +75,12 @@ class ControllerWorld:
         jobs: JobTable,
         flush: Callable[[], None],
         forgotten: Callable[[str], None],
+        *,
+        relays_tokens: bool = False,
     ) -> None:
-        """`flush` is called after every batch of deltas; `forgotten` when a removal is complete."""
+        """`flush` is called after every batch of deltas; `forgotten` when a removal is complete.
+        `relays_tokens`: the policy gets `events.TokensSent`."""
+        self._relays_tokens = relays_tokens
         self._fleet = fleet
         self._host = host
         self._directory = directory
@@ -92,8 +99,9 @@ class ControllerWorld:
         """The request that the present restart tick is about."""
         self._resets = 0
         self.counters: Counter[str] = Counter(
-            models_given_up=0, controller_restarts=0, poison_requests=0, recalled_requests=0
-        )
+            models_given_up=0, controller_restarts=0, poison_requests=0, recalled_requests=0,
+            instances_started=0, instances_ended=0, consolidated_requests=0, kv_resizes=0,
+        )  # fmt: skip
         self._models = LoadedModels(fleet, host, directory, self.counters, self.post)
         self.last_tick_s = time.monotonic()
         self.backlog = Backlog()
@@ -124,23 +132,10 @@ class ControllerWorld:
                 self._restarted_request = entry.job
                 return now, entry.events
             if events or (until is not None and now >= until):
-                return now, events
-            self._poll(_TICK_S if until is None else min(_TICK_S, until - now))
-
-    def _poll(self, timeout_s: float) -> None:
-        poller = select.poll()
-        poller.register(self.inbox.wake_fd, select.POLLIN)
-        for slot in self._fleet.slots.values():
-            if slot.worker is not None:
-                poller.register(slot.worker.pidfd, select.POLLIN)
-                if not slot.worker.channel.closed:
-                    poller.register(slot.worker.channel, slot.worker.channel.interest)
-        if (awaited := self._fleet.awaited_fd) is not None:
-            poller.register(awaited, select.POLLIN)
-        ready = dict(poller.poll(max(1, int(timeout_s * 1000))))
-        slots = self._fleet.slots.values()
-        if awaited in ready or any(one.worker and one.worker.pidfd in ready for one in slots):
-            self._checked_s = 0.0
+                return now, [*self._jobs.tokens_sent(), *events] if self._relays_tokens else events
+            rest_s = _TICK_S if until is None else min(_TICK_S, until - now)
+            if self._fleet.poll(self.inbox.wake_fd, rest_s):
+                self._checked_s = 0.0
 
     def _collect(self, events: list[ClusterEvent]) -> None:
         follow_ups, self._follow_ups = self._follow_ups, []
@@ -303,19 +298,25 @@ class ControllerWorld:
 
     # ---- Executor -----------------------------------------------------------------------------
 
-    def submit(self, action: ClusterAction) -> None:
+    def submit(self, action: ClusterAction | BaselineClusterAction) -> None:
         match action:
-            case Dispatch() | Withdraw() | Reject() | Recall():
+            case Dispatch() | Withdraw() | Reject() | Recall() | Preempt():
                 carry_out = partial(self._carry_out, action)
                 self._follow_ups += self._guarded(action.request_id, carry_out)
             case Load(model):
                 self._models.load(model)
             case Activate(model, slice_id, keep):
+                self.counters["instances_started"] += 1
                 self._directory.get(model).slices.add(slice_id)
                 self._send(slice_id, msg.Switch(model, active=True, keep=keep))
             case Deactivate(model, slice_id):
+                self.counters["instances_ended"] += 1
                 self._directory.get(model).slices.discard(slice_id)
                 self._send(slice_id, msg.Switch(model, active=False))
+            case ResizeKv(model, slice_id, kv_bytes):
+                # All instances of a slice share its arena: there is nothing to move.
+                self.counters["kv_resizes"] += 1
+                self._follow_ups.append(KvResized(model, slice_id, kv_bytes))
             case Evict(model):
                 self._models.evict(model)
             case Forget(model):
@@ -326,7 +327,9 @@ class ControllerWorld:
             case Backlog():
                 self.backlog = action
 
-    def _carry_out(self, action: Dispatch | Withdraw | Reject | Recall) -> Sequence[ClusterEvent]:
+    def _carry_out(
+        self, action: Dispatch | Withdraw | Reject | Recall | Preempt
+    ) -> Sequence[ClusterEvent]:
         match action:
             case Dispatch(request_id, slice_id):
                 if (live := self._jobs.get(request_id)) is not None:
@@ -334,10 +337,12 @@ class ControllerWorld:
                     self._send(slice_id, msg.Submit(live.job))
             case Withdraw(request_id, slice_id):
                 self._send(slice_id, msg.Withdraw(request_id))
-            case Recall(request_id, slice_id):
+            case Recall(request_id, slice_id) | Preempt(request_id, slice_id):
+                running = isinstance(action, Preempt)
+                self.counters["consolidated_requests"] += running
                 if (live := self._jobs.get(request_id)) is not None:
                     live.recalled = True
-                    self._send(slice_id, msg.Recall(request_id))
+                    self._send(slice_id, msg.Recall(request_id, running))
             case Reject(request_id, 500, reason):
                 return self._fail(request_id, reason)
             case Reject():

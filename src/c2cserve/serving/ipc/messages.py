@@ -7,6 +7,7 @@ import msgspec
 
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
+from c2cserve.core.policy_names import OWN, PolicyName
 from c2cserve.core.request import Delta, Job
 from c2cserve.serving.logs import LogFormat
 
@@ -21,6 +22,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     log_level: str
     log_format: LogFormat
     record_path: str | None = None
+    policy: PolicyName = OWN
 
 
 # ---- controller -> worker ---------------------------------------------------------------------
@@ -61,9 +63,10 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
 
 class Recall(msgspec.Struct, frozen=True, tag=True):
     """Return the request (`Returned`) if it has no memory here yet. Otherwise keep it, and send
-    nothing."""
+    nothing. If `running`, return it in any case, unless it ends first."""
 
     request_id: str
+    running: bool = False
 
 
 class Reset(msgspec.Struct, frozen=True, tag=True):

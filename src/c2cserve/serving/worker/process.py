@@ -18,6 +18,7 @@ import msgspec
 
 from c2cserve.core.actions import SliceAction
 from c2cserve.core.events import SliceEvent
+from c2cserve.policy.by_name import slice_policy
 from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.policy.slice.prefix_tier import PrefixTier
 from c2cserve.policy.slice.strategies import live_steps_in_flight
@@ -192,7 +193,7 @@ def _serve(
     """Serve one slice on the calling thread until `Quit`. A failure ends the process."""
     from c2cserve.serving.worker.shared_gpu import NoEngine
 
-    policy = SlicePolicy(config.slice, live_steps_in_flight(config.slice))
+    policy = slice_policy(config.policy, config.slice, live_steps_in_flight(config.slice))
     page = StatusPage(Path(config.status_path), create=False)
     world = WorkerWorld(channel, page, _policy_stats(policy), _measured(policy))
     try:
@@ -235,7 +236,7 @@ def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction]:
         return no_record
     stream = f"{config.slice.id}/{config.epoch}"
     most = live_steps_in_flight(config.slice)
-    arguments = {"slice": config.slice, "max_in_flight": most}
+    arguments = {"slice": config.slice, "max_in_flight": most, "policy": config.policy}
     return Record(Path(config.record_path), stream, "slice", arguments)
 
 
@@ -246,6 +247,7 @@ def _policy_stats(policy: SlicePolicy[Never]) -> Callable[[], SliceStats]:
             cached_tokens=policy.cached_tokens, preemptions=policy.preemptions,
             step_retries=policy.retries, retries_failed=policy.given_up,
             contended_seconds=policy.contended_s, prefix_arena_hits=policy.arena_hits,
+            turns=policy.turns,
             **_tier_stats(policy.prefixes),
         )  # fmt: skip
 

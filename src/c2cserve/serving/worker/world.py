@@ -226,11 +226,11 @@ class WorkerWorld:
                 self._note_state()
                 if not self.engine.forget(request_id):
                     self._events.append(Withdrawn(request_id))
-            case msg.Recall(request_id):
+            case msg.Recall(request_id, running):
                 if self.engine.forget(request_id):
                     self._returned(request_id)
                 else:
-                    self._events.append(RecallAsked(request_id))
+                    self._events.append(RecallAsked(request_id, running))
             case msg.Switch(model, active, keep):
                 self._switch(model, active=active, keep=keep)
             case msg.Attach():

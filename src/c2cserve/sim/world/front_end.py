@@ -165,7 +165,7 @@ class FrontEndSimulation(Simulation):
             wait_s = retry_s if self._users.patient else self._users.think_s
             self.timeline.at(now + wait_s, self._ask)
 
-    def submit(self, action: act.ClusterAction | act.SimulatedClusterAction) -> None:
+    def submit(self, action: act.ClusterAction | act.BaselineClusterAction) -> None:
         match action:
             case act.Backlog():
                 self._backlog = action

@@ -89,7 +89,7 @@ class Simulation:
         self._loads = 0
         self._recalled: set[str] = set()
         policy = cluster_policy(settings.admission, settings.preset)
-        self.loop: PolicyLoop[ev.ClusterEvent, act.ClusterAction | act.SimulatedClusterAction] = (
+        self.loop: PolicyLoop[ev.ClusterEvent, act.ClusterAction | act.BaselineClusterAction] = (
             PolicyLoop(policy, self, recorders(None))
         )
         if settings.preset.placing == "slinfer":
@@ -198,7 +198,7 @@ class Simulation:
 
     # ---- Executor -------------------------------------------------------------------------------
 
-    def submit(self, action: act.ClusterAction | act.SimulatedClusterAction) -> None:
+    def submit(self, action: act.ClusterAction | act.BaselineClusterAction) -> None:
         match action:
             case act.Dispatch(request_id, slice_id):
                 tracked = self.requests.live[request_id]

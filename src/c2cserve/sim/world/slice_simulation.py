@@ -5,6 +5,7 @@ from functools import partial
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import (
+    BaselineSliceAction,
     BringPrefix,
     Drop,
     DropPrefix,
@@ -15,7 +16,6 @@ from c2cserve.core.actions import (
     RunStep,
     SavePrefix,
     SetAlpha,
-    SimulatedSliceAction,
     SliceAction,
     Truncate,
 )
@@ -50,7 +50,7 @@ class SliceSimulation:
         simulated: SimulatedSlice,
         context: SimulationContext,
         policy: SimulatedSlicePolicy,
-        record: Recorder[ev.SliceEvent, SliceAction | SimulatedSliceAction],
+        record: Recorder[ev.SliceEvent, SliceAction | BaselineSliceAction],
         *,
         chained: bool = False,
         reports: bool = False,
@@ -58,7 +58,7 @@ class SliceSimulation:
         """`chained`: a request's next step may be decided before its last one has ended.
         `reports`: the controller is told what steps took, as a live worker tells it."""
         self.simulated = simulated
-        self.loop: PolicyLoop[ev.SliceEvent, SliceAction | SimulatedSliceAction] = PolicyLoop(
+        self.loop: PolicyLoop[ev.SliceEvent, SliceAction | BaselineSliceAction] = PolicyLoop(
             policy, self, record
         )
         self.policy = policy
@@ -278,7 +278,7 @@ class SliceSimulation:
 
     # ---- steps ----------------------------------------------------------------------------------
 
-    def submit(self, action: SliceAction | SimulatedSliceAction) -> None:
+    def submit(self, action: SliceAction | BaselineSliceAction) -> None:
         if isinstance(action, RunStep):
             self._run(action)
         elif isinstance(action, Drop):

@@ -19,13 +19,13 @@ def smallest_budget(
     if time.prefill_token_s <= 0.0:
         return time.chunk(decodes, 0.0, _CHUNK_MIN, most)
     profile = [
-        ChunkCost(size, time.step_s(decodes, size), 0.0, time.prefill_token_s * size)
+        ChunkCost(size, time.step_s(decodes, size))
         for size in (most >> power for power in range(most.bit_length()))
         if size >= _CHUNK_MIN
     ]
     left_s = max(0.0, first.request.first_token_due_s - now)
     tokens = first.expected - first.issued
-    return smallest_chunk(profile, tokens, left_s, float("inf")) or most
+    return smallest_chunk(profile, tokens, left_s) or most
 
 
 def fixed_budget(

@@ -106,7 +106,7 @@ class Placer:
         ]  # fmt: skip
         for _, name in sorted(smaller):
             one = load.active[name]
-            kv_bytes = self._kv_bytes(request, spec, load, freed=footprint(one))
+            kv_bytes = self._kv_bytes(request, spec, load, freed=footprint(load, one))
             if kv_bytes is None or not self.computes(load, request, now, without=name):
                 continue
             if self._elsewhere(one, load, loads, now):
@@ -131,8 +131,15 @@ class Placer:
 
     def computes(self, load: SliceLoad, request: Request, now: float, without: str = "") -> bool:
         """Shadow validation of the request on the slice (6 C). A newcomer on an instance that has
-        to load its weights first is not late for that: only the rounds after it count."""
-        present = [(one, self._shadow(one)) for name, one in load.active.items() if name != without]
+        to load its weights first is not late for that: only the rounds after it count. A server has
+        no profile before its first steps. So instances of unknown speed do not count, and requests
+        for them are let in: what is never tried stays unknown."""
+        if not load.times(request.model).measured:
+            return True
+        present = [
+            (one, self._shadow(one)) for name, one in load.active.items()
+            if name != without and one.times.measured
+        ]  # fmt: skip
         joined = next((shadow for one, shadow in present if one.spec.id == request.model), None)
         loading = joined is None and not load.is_cpu
         mean = self.mean_output(request.model)
@@ -184,7 +191,7 @@ class Placer:
         instance = present or Instance(spec)
         free = load.memory.free_bytes + freed
         if present is None:
-            free -= spec.weight_bytes
+            free -= weights_of(load, spec)
         required = self.required(instance, request)
         return raised(instance.kv_bytes, required, self.preset.watermark, free)
 
@@ -193,8 +200,14 @@ _LEAST_TOKENS_MAX = 4096
 """The limit of L_min: longer contexts are rare among requests, whatever a model can do."""
 
 
-def footprint(instance: Instance) -> int:
-    return instance.spec.weight_bytes + instance.kv_bytes
+def weights_of(load: SliceLoad, spec: ModelSpec) -> int:
+    """Return what its weights take of the slice's memory. A slice of which only the KV's size is
+    known reads them elsewhere."""
+    return spec.weight_bytes if load.slice.hbm_bytes else 0
+
+
+def footprint(load: SliceLoad, instance: Instance) -> int:
+    return weights_of(load, instance.spec) + instance.kv_bytes
 
 
 def resumed(job: PlacedRequest) -> Request:

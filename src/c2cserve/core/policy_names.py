@@ -1,0 +1,12 @@
+"""The names of the policies that a server can run."""
+
+from typing import Literal
+
+PolicyName = Literal[
+    "c2cserve", "slinfer", "serverlessllm", "sllm+c", "aegaeon", "superinfer", "fcfs",
+    "c2cserve-published", "c2cserve-static",
+]  # fmt: skip
+"""`c2cserve` is this project's. The others are published systems, to compare with: the presets of
+`policy.baselines.presets` with these names."""
+
+OWN: PolicyName = "c2cserve"
