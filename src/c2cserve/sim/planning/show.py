@@ -102,12 +102,14 @@ def _misses(best: Trial) -> str:
 
 def _reason(plan: Plan, beyond: Trial) -> str:
     where = f"{beyond.hardware} with {beyond.models} models ({_met(beyond)} in time)"
-    tried = ", ".join(f"{one.what} {one.attainment:.1%}" for one in plan.bottlenecks)
     binds = f"{plan.binds} binds" if plan.binds else "no single thing binds"
     line = f"On {where} {binds}."
-    if tried:
-        before = plan.bottlenecks[0].before
-        line += f" Its first seeds have {before:.1%} in time; with half as much again of: {tried}."
+    if plan.bottlenecks:
+        tried = ", ".join(
+            f"{one.what} {100 * one.gain:+.1f}{' (two seeds)' if one.seeds > 1 else ''}"
+            for one in plan.bottlenecks
+        )
+        line += f" Points that half as much again brings, with the same seed: {tried}."
     return line
 
 
