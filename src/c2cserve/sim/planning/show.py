@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from c2cserve.sim.planning.plan import Dedicated, Plan
 from c2cserve.sim.planning.trials import Trial
 from c2cserve.sim.run import Scenario
-from c2cserve.sim.show import make_table
+from c2cserve.sim.show import make_table, step_times
 from c2cserve.sim.studies.figure import Figure, Points
 from c2cserve.terminal.output import console, show_seconds
 
@@ -38,6 +38,8 @@ def show(scenario: Scenario, plan: Plan, attainment: float) -> None:
     out.print(table)
     for line in answer(plan, attainment):
         out.print(line)
+    for machine in dict.fromkeys(one.partition(":")[0] for one in scenario.hardware.split(",")):
+        out.print(step_times(machine))
 
 
 def _met(trial: Trial) -> str:
