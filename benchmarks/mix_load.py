@@ -178,9 +178,10 @@ def figures(answers: Sequence[Answer], load_s: float = inf) -> Figures:
     errors = sorted({answer.why for answer in answers if answer.ending == "failed"})
     first_s = sorted(one.ttft_s for one in answers if one.ttft_s is not None)
     sooner = [took_s for took_s in first_s if took_s < load_s]
+    low_s, high_s = median_interval(first_s) or (None, None)
     return {
         **_figures(answers), "errors": errors[:_SHOWN_ERRORS], "models": models,
-        "sooner": len(sooner), "ttft_p50_between_s": median_interval(first_s),
+        "sooner": len(sooner), "ttft_p50_low_s": low_s, "ttft_p50_high_s": high_s,
         "ttft_sooner_p50_s": median(sooner) if sooner else None,
         "ttft_later_p50_s": median(first_s[len(sooner) :]) if sooner != first_s else None,
         "first_s": [one.ttft_s for one in answers],

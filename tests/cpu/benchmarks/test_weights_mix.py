@@ -147,7 +147,7 @@ def test_first_tokens_that_wait_for_a_load_have_a_median_of_their_own() -> None:
     assert found["ttft_sooner_p50_s"] == pytest.approx(0.025)
     assert found["ttft_later_p50_s"] == pytest.approx(0.35)
     assert found["first_s"] == [0.3, 0.02, 0.4, 0.03], "in the order of the requests"
-    assert found["ttft_p50_between_s"] is None, "four are too few"
+    assert found["ttft_p50_low_s"] is None, "four are too few"
 
 
 def test_a_median_has_an_interval() -> None:
