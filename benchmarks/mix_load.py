@@ -6,7 +6,7 @@ Both worlds, the live server and the simulation, get the requests of `requests` 
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, floor, inf, sqrt
 from statistics import median
 from typing import Any, Literal
 
@@ -165,14 +165,36 @@ class Answer:
 Figures = dict[str, Any]
 
 
-def figures(answers: Sequence[Answer]) -> Figures:
-    """Return the figures of all answers, and of each model's under `models`."""
+def figures(answers: Sequence[Answer], load_s: float = inf) -> Figures:
+    """Return the figures of all answers, and of each model's under `models`.
+
+    First tokens are of two kinds where models are loaded: few take a time between a prompt's and a
+    load's. A median of all is of the kind that has a bit more than half. So there are medians
+    `sooner` and `later` than `load_s`, the time of the smallest model's load, too."""
     by_model: dict[str, list[Answer]] = {}
     for answer in answers:
         by_model.setdefault(answer.model, []).append(answer)
     models = {name: _figures(own) for name, own in sorted(by_model.items())}
     errors = sorted({answer.why for answer in answers if answer.ending == "failed"})
-    return {**_figures(answers), "errors": errors[:_SHOWN_ERRORS], "models": models}
+    first_s = sorted(one.ttft_s for one in answers if one.ttft_s is not None)
+    sooner = [took_s for took_s in first_s if took_s < load_s]
+    low_s, high_s = median_interval(first_s) or (None, None)
+    return {
+        **_figures(answers), "errors": errors[:_SHOWN_ERRORS], "models": models,
+        "sooner": len(sooner), "ttft_p50_low_s": low_s, "ttft_p50_high_s": high_s,
+        "ttft_sooner_p50_s": median(sooner) if sooner else None,
+        "ttft_later_p50_s": median(first_s[len(sooner) :]) if sooner != first_s else None,
+        "first_s": [one.ttft_s for one in answers],
+    }  # fmt: skip
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return between which of the rising values the median of many more lies, with 95 %
+    confidence, by the binomial distribution. None: there are too few."""
+    count = len(values)
+    below = 1.96 * sqrt(count) / 2
+    low, high = floor(count / 2 - below), ceil(count / 2 + below)
+    return (values[low], values[high]) if low >= 0 and high < count else None
 
 
 def _figures(answers: Sequence[Answer]) -> Figures:

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ class Run:
         self._models = simulated_models(self._made)
         self._names = [entry.id for entry in self._made.entries]
         self._times: Times | None = None
+        self._link_bytes_per_s = 0.0
+        """Of the host's link; 0: a CPU, which loads nothing."""
         self.results: dict[str, Any] = {"rows": [], "refused": {}, "not_run": [], "failed": {}}
 
     def all(self) -> None:
@@ -124,6 +127,7 @@ class Run:
     def _plan(self, host: Host) -> dict[Arena, Slice]:
         """Return the slice of each arena. One that the machine cannot do is refused with a line;
         if all are, raises Refused with the last."""
+        self._link_bytes_per_s = host.speeds.h2d_bytes_per_s if host.gpus else 0.0
         slices: dict[Arena, Slice] = {}
         why = ""
         for arena in dict.fromkeys(cell.arena for cell in self._given.cells):
@@ -196,7 +200,9 @@ class Run:
             found, risen = server.run(asked, self._given.answer_s)
             answers += found
             counters = {name: value + counters.get(name, 0.0) for name, value in risen.items()}
-        self._row(cell, size)["live"] = figures(answers) | {"counters": counters}
+        self._row(cell, size)["live"] = figures(answers, self._load_s(cell)) | {
+            "counters": counters
+        }
         self._said(cell, "live")
         self._tell(f"{cell.text} live: {weights_line(counters)}")
         self._tell(f"{cell.text} live: {steps_line(counters)}")
@@ -218,18 +224,26 @@ class Run:
                 answers += found.answers
                 fetches += found.fetches
             row = self._row(cell, slice_.kv_bytes)
-            row["simulated"] = figures(answers) | {"fetches": fetches}
+            row["simulated"] = figures(answers, self._load_s(cell)) | {"fetches": fetches}
             self._said(cell, "simulated")
 
     def _times_for(self, cell: Cell) -> Times | None:
         """Return the step times to simulate a cell by. Where none were measured of the host's
-        thread, they are those that the server counted in the cell itself."""
+        thread, or `--counted` is given, they are those that the server counted in the cell
+        itself."""
         times = self._times
-        if times is None or times.host is not None:
+        if times is None or (times.host is not None and not self._given.counted):
             return None if times is None else times.bounded()
         lives = (row.get("live") for row in self.results["rows"] if row["cell"] == cell.text)
         live = next(lives, None)
         return times if live is None else replace(times, host=host_times(live["counters"]))
+
+    def _load_s(self, cell: Cell) -> float:
+        """Return the time of the smallest model's load from the host, infinite if none loads over
+        its link alone."""
+        if not self._link_bytes_per_s or cell.arena.lent_bytes:
+            return inf
+        return min(one.spec.weight_bytes for one in self._models) / self._link_bytes_per_s
 
     def _cells(self, arena: Arena) -> list[Cell]:
         return [cell for cell in self._given.cells if cell.arena == arena]

@@ -2,7 +2,7 @@
 
 python benchmarks/weights_mix.py [--cells all:2,70:4,30+90:2] [--seeds 1,2] [--requests 150]
     [--simulate-only | --live-only] [--tiny] [--work DIR] [--out FILE]
-python benchmarks/weights_mix.py --again FILE [--out FILE]
+python benchmarks/weights_mix.py --again FILE [--counted] [--out FILE]
 python benchmarks/weights_mix.py --plot FILE [FILE ...] [--images FOLDER]
 
 Five 3B and three 8B models (Llama shapes, full depth, random weights; 80 GB in the pool, 23 GB of
@@ -18,7 +18,9 @@ kept in DIR for the next run; the pool is in --pool-dir.
 Step times for the simulator are measured on the first server (weights in memory, one model at a
 time), or are those of an earlier result (--times). Else they are worked out from the speeds in this
 machine's profile, or from those known of its GPU. --tiny has tiny models, and a CPU for a GPU.
---again simulates the cells of an earlier result anew, on any machine, beside what was live.
+--again simulates the cells of an earlier result anew, on any machine, beside what was live. With
+--counted the host's thread takes for a step what the server counted in the same cell. That says
+whether the thread explains a difference; it is no forecast.
 """
 
 import argparse
@@ -84,6 +86,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--again", type=Path, metavar="FILE", help="an earlier result to simulate anew"
     )
     parser.add_argument(
+        "--counted", action="store_true", help="the host's thread as counted in each cell"
+    )
+    parser.add_argument(
         "--host-kv-bytes", type=int, help="for paused requests; default: 4 GB, tiny: 64 MB"
     )
     parser.add_argument(
@@ -111,6 +116,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--images", type=Path, default=Path("docs/images"), help="of --plot")
     given = parser.parse_args(arguments)
+    if given.counted and not given.again:
+        parser.error("--counted is for --again")
     if given.gpu and not given.simulate_only:
         parser.error("--gpu is for --simulate-only")
     try:

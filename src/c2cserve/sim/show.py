@@ -7,6 +7,7 @@ from rich.table import Table
 from c2cserve.sim.report import Report
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.studies.registry import StudyResult
+from c2cserve.sim.world.hardware import find
 from c2cserve.terminal.output import console, show_bytes, show_seconds
 
 
@@ -40,10 +41,19 @@ def show(scenario: Scenario, result: Report) -> None:
         f"({result.slo_attainment:.1%}) met both targets, {result.rejected} were refused, "
         f"{result.truncated} cut short; {result.preempted} preemptions, {result.resumed} resumed"
     )
+    out.print(step_times(scenario.hardware))
     out.print(_slices(result))
     links = _links(result)
     if links.row_count:
         out.print(links)
+
+
+def step_times(hardware: str) -> str:
+    """Return the line that says how far to trust a machine's step times. Raises UnknownHardware,
+    OSError, ValueError."""
+    machine = find(hardware.partition(":")[0])
+    known = machine.step_error or "of its file, compared with no measurement."
+    return f"Step times of {machine.name}: {known}"
 
 
 def _slices(result: Report) -> Table:

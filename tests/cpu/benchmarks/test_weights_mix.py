@@ -19,6 +19,7 @@ from mix_load import (
     Answer,
     Arena,
     figures,
+    median_interval,
     parse_cells,
     popularity,
     requests,
@@ -138,6 +139,20 @@ def test_an_answer_that_is_not_whole_and_in_time_is_missed() -> None:
     assert found["models"]["a"]["in_time"] == pytest.approx(2 / 3)
     assert found["models"]["b"]["requests"] == 5
     assert figures([Answer("a", "refused")])["ttft_p50_s"] is None
+
+
+def test_first_tokens_that_wait_for_a_load_have_a_median_of_their_own() -> None:
+    found = figures([Answer("a", "answered", took_s) for took_s in (0.3, 0.02, 0.4, 0.03)], 0.1)
+    assert (found["sooner"], found["ttft_p50_s"]) == (2, pytest.approx(0.165))
+    assert found["ttft_sooner_p50_s"] == pytest.approx(0.025)
+    assert found["ttft_later_p50_s"] == pytest.approx(0.35)
+    assert found["first_s"] == [0.3, 0.02, 0.4, 0.03], "in the order of the requests"
+    assert found["ttft_p50_low_s"] is None, "four are too few"
+
+
+def test_a_median_has_an_interval() -> None:
+    """Of 20 values the sixth to the fifteenth, by the binomial distribution."""
+    assert median_interval([float(value) for value in range(1, 21)]) == (6.0, 16.0)
 
 
 # ---- the machine --------------------------------------------------------------------------------

@@ -246,6 +246,7 @@ class Calibration:
         weights, table = seen.models[largest].weight_bytes, self.tables[largest]
         (few, few_s), (many, many_s) = table.prefill[0], table.prefill[-1]
         yield 'source = "Measured: steps of a server on this machine (c2cserve calibrate)."'
+        yield f'step_error = "measured on it; they spread by {self.noise:.0%}."'
         yield 'tables = "tables.json"'
         yield "\n[host]"
         yield f"pool_bytes = {seen.pool_bytes}"

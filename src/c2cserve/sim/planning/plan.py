@@ -7,7 +7,8 @@ with all seeds (`sim.planning.search`), which also confirm both ends. A trial th
 more ends at once, unless it is such an end.
 
 The bottleneck is found by experiment, in the failed trial that came closest. Each resource is
-raised by half with a few of the seeds, and the one that helps most is the bottleneck.
+raised by half, with the first seed. The two that help most are tried with the second seed too, and
+the one that helps more is the bottleneck.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,11 @@ from c2cserve.sim.world.shapes import SimModel
 
 _HELPS = 0.002
 """Share of all requests. A resource that helps fewer is not the bottleneck."""
-_EXPERIMENT_SEEDS = 2
-"""Seeds of an experiment. It is compared with the same seeds of the trial, so fewer are enough."""
+_CLOSEST = 2
+"""Resources that are tried with a second seed. Experiments are compared with the same seeds of the
+trial, so few are enough."""
+_EXPERIMENTS = 6
+"""Simulations of experiments, about: of four resources or five, and of the closest ones again."""
 
 Progress = Callable[[str, int, float], None]
 """Receives what was simulated, how many simulations have ended, and the seconds that those to come
@@ -43,6 +47,11 @@ class Bottleneck:
     """Attainment with half as much again of the resource, over the first seeds of the trial,"""
     before: float
     """and without, over the same seeds."""
+    seeds: int = 1
+
+    @property
+    def gain(self) -> float:
+        return self.attainment - self.before
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +91,10 @@ class Plan:
         """The bottleneck (`sim.planning.bottleneck`), or "" if no single resource helps."""
         if self.beyond is None or not self.bottlenecks:
             return ""
-        most = max(self.bottlenecks, key=lambda bottleneck: bottleneck.attainment)
-        return most.what if most.attainment > most.before + _HELPS else ""
+        seeds = max(one.seeds for one in self.bottlenecks)
+        closest = (one for one in self.bottlenecks if one.seeds == seeds)
+        most = max(closest, key=lambda one: one.gain)
+        return most.what if most.gain > _HELPS else ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan for `--json`, where the key of `bottlenecks` is "reliefs"."""
@@ -138,8 +149,8 @@ class Planner:
         Raises ValueError (and its kinds)."""
         beyond: Trial | None = None
         for number, hardware in enumerate(machines):
-            count = len(self._models)
-            self._expect(count, self._wishes.seeds, [count] * (len(machines) - number - 1))
+            count, seeds = len(self._models), self._wishes.seeds
+            self._expect(count, seeds, [(count, seeds)] * (len(machines) - number - 1))
             trial = self._try(hardware, count)
             if trial.passed:
                 return self._plan(trial, beyond)
@@ -151,7 +162,8 @@ class Planner:
         trials: dict[int, Trial] = {}
         search = self._bracket(hardware, most, trials)
         while (count := search.next()) is not None:
-            self._expect(count, self._wishes.seeds, [count] * (search.trials_left - 1))
+            seeds = self._wishes.seeds
+            self._expect(count, seeds, [(count, seeds)] * (search.trials_left - 1))
             # An end of the search is simulated as a whole: the answer has its figures.
             cut = search.between and self._wishes.seeds > 1
             trial = trials[count] = self._try(hardware, count, cut=cut)
@@ -165,7 +177,7 @@ class Planner:
         alone = self._wishes.seeds == 1
         count = min(len(self._models), most)
         while True:
-            self._expect(count, 1, [count] * 4)
+            self._expect(count, 1, [(count, self._wishes.seeds)] * 4)
             trial = trials[count] = self._try(hardware, count, seeds=1, cut=not alone)
             search.note(count, trial.attainment, passed=trial.passed, complete=alone)
             if (search.passed and search.failed) or count == (most if trial.passed else 1):
@@ -173,15 +185,16 @@ class Planner:
             count = min(2 * count, most) if trial.passed else count // 2
 
     def _expect(
-        self, models: int, simulations: int, later: Sequence[int] = (), *, searching: bool = True
-    ) -> None:
-        """Note what is to come: a trial, `later` ones of so many models, experiments after a
-        search, and what else was asked for."""
-        seeds, last = self._wishes.seeds, later[-1] if later else models
+        self, models: int, simulations: int, later: Sequence[tuple[int, int]] = (), *,
+        searching: bool = True,
+    ) -> None:  # fmt: skip
+        """Note what is to come: a trial, `later` ones (models and simulations), experiments after
+        a search, and what else was asked for."""
+        last = later[-1][0] if later else models
         self._of_trial = simulations
-        self._after = [(count, seeds) for count in later] + [(last, seeds)] * self._others
+        self._after = [*later, *[(last, self._wishes.seeds)] * self._others]
         if searching:
-            self._after.append((last, min(_EXPERIMENT_SEEDS, seeds) * 4))
+            self._after.append((last, _EXPERIMENTS))
 
     def _ran(self, what: str, job: Simulated, done: SeedResult) -> None:
         self._done += 1
@@ -242,14 +255,28 @@ class Planner:
         self._expect(models, self._wishes.seeds, searching=False)
 
     def _bottlenecks(self, trial: Trial) -> Iterator[Bottleneck]:
+        """Yield what more of each resource brings, by one seed of the trial or its first two."""
+        names = could_bind(self._machine(trial.hardware), grown(self._models, trial.models))
+        rounds = 2 if len(trial.shares) > 1 else 1
+        self._expect(
+            trial.models, len(names), [(trial.models, _CLOSEST)] * (rounds - 1), searching=False
+        )
+        found = {what: [share] for what, share in self._with_more(trial, names, 0)}
+        if rounds > 1:
+            closest = sorted(names, key=lambda what: -found[what][0])[:_CLOSEST]
+            self._expect(trial.models, len(closest), searching=False)
+            for what, share in self._with_more(trial, closest, 1):
+                found[what].append(share)
+        for what, shares in found.items():
+            seeds = len(shares)
+            yield Bottleneck(what, mean(shares), mean(trial.shares[:seeds]), seeds)
+
+    def _with_more(
+        self, trial: Trial, names: Sequence[str], seed: int
+    ) -> Iterator[tuple[str, float]]:
         models = grown(self._models, trial.models)
-        seeds = min(_EXPERIMENT_SEEDS, self._wishes.seeds)
-        before = mean(trial.shares[:seeds])
-        names = could_bind(self._machine(trial.hardware), models)
-        self._expect(trial.models, seeds * len(names), searching=False)
-        found = self._runner.with_more(trial.hardware, models, names, seeds)
-        for what, attainment in zip(names, found, strict=True):
-            yield Bottleneck(what, attainment, before)
+        shares = self._runner.with_more(trial.hardware, models, names, seed)
+        return zip(names, shares, strict=True)
 
     def _machine(self, hardware: str) -> SimMachine:
         return build(hardware, self._base.slices, PRESETS[self._base.policy])

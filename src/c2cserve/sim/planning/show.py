@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from c2cserve.sim.planning.plan import Dedicated, Plan
 from c2cserve.sim.planning.trials import Trial
 from c2cserve.sim.run import Scenario
-from c2cserve.sim.show import make_table
+from c2cserve.sim.show import make_table, step_times
 from c2cserve.sim.studies.figure import Figure, Points
 from c2cserve.terminal.output import console, show_seconds
 
@@ -38,6 +38,8 @@ def show(scenario: Scenario, plan: Plan, attainment: float) -> None:
     out.print(table)
     for line in answer(plan, attainment):
         out.print(line)
+    for machine in dict.fromkeys(one.partition(":")[0] for one in scenario.hardware.split(",")):
+        out.print(step_times(machine))
 
 
 def _met(trial: Trial) -> str:
@@ -102,12 +104,14 @@ def _misses(best: Trial) -> str:
 
 def _reason(plan: Plan, beyond: Trial) -> str:
     where = f"{beyond.hardware} with {beyond.models} models ({_met(beyond)} in time)"
-    tried = ", ".join(f"{one.what} {one.attainment:.1%}" for one in plan.bottlenecks)
     binds = f"{plan.binds} binds" if plan.binds else "no single thing binds"
     line = f"On {where} {binds}."
-    if tried:
-        before = plan.bottlenecks[0].before
-        line += f" Its first seeds have {before:.1%} in time; with half as much again of: {tried}."
+    if plan.bottlenecks:
+        tried = ", ".join(
+            f"{one.what} {100 * one.gain:+.1f}{' (two seeds)' if one.seeds > 1 else ''}"
+            for one in plan.bottlenecks
+        )
+        line += f" Points that half as much again brings, with the same seed: {tried}."
     return line
 
 

@@ -134,7 +134,8 @@ class Trials:
         cannot pass any more. Raises ValueError (and its kinds)."""
         seeds = self._seeds if seeds is None else seeds
         enough = self._attainment if cut and seeds == 1 else 0.0
-        jobs = self._jobs(Simulated(self._base, tuple(models), hardware, "", lost, enough), seeds)
+        one = Simulated(self._base, tuple(models), hardware, "", lost, enough)
+        jobs = [self._job(one, number) for number in range(seeds)]
         what = f"{hardware}, {len(models)} models"
         runs: list[SeedResult] = []
         width = self._width if cut else seeds
@@ -146,21 +147,17 @@ class Trials:
         return self._trial(hardware, len(models), runs, len(runs) < seeds)
 
     def with_more(
-        self, hardware: str, models: Sequence[SimModel], resources: Sequence[str], seeds: int
+        self, hardware: str, models: Sequence[SimModel], resources: Sequence[str], seed: int
     ) -> list[float]:
-        """Return the share in time with more of each resource, over the first `seeds` seeds. All
+        """Return the share in time with more of each resource, with one of the seeds. All
         simulations run side by side. Raises ValueError (and its kinds)."""
         base = Simulated(self._base, tuple(models), hardware)
-        jobs = [job for more in resources for job in self._jobs(replace(base, more=more), seeds)]
-        runs = list(self._run(jobs, f"{hardware}, {len(models)} models, more of a resource"))
-        shares = [one.attainment for one in runs]
-        return [mean(shares[at : at + seeds]) for at in range(0, len(shares), seeds)]
+        jobs = [self._job(replace(base, more=more), seed) for more in resources]
+        runs = self._run(jobs, f"{hardware}, {len(models)} models, more of a resource")
+        return [one.attainment for one in runs]
 
-    def _jobs(self, job: Simulated, seeds: int) -> list[Simulated]:
-        first = self._base.seed
-        return [
-            replace(job, scenario=_seeded(self._base, first + number)) for number in range(seeds)
-        ]
+    def _job(self, job: Simulated, number: int) -> Simulated:
+        return replace(job, scenario=_seeded(self._base, self._base.seed + number))
 
     def _run(self, jobs: Sequence[Simulated], what: str) -> Iterator[SeedResult]:
         executor = self._executor

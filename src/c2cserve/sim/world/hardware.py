@@ -80,6 +80,8 @@ class Hardware:
     tables: Tables
     request_s: float = 0.0
     """Time of a request outside of slices: HTTP, tokenizing, messages."""
+    step_error: str = ""
+    """Where its step times are from, and how far they are from measured ones; "": not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ def parse(name: str, text: str, folder: Path | None = None) -> Hardware:
         devices=tuple(_device(row) for row in raw["devices"]),
         tables=tables,
         request_s=float(host.get("request_s", 0.0)),
+        step_error=str(raw.get("step_error", "")).strip().replace("\n", " "),
     )
 
 
