@@ -86,7 +86,7 @@ class Executor:
         self._arena = arena
         self._models: dict[str, Decoder] = {}
         self._seqs: dict[str, Sequence] = {}
-        self._arrived, self._parked = arrived, ParkedSteps(arrived)
+        self._parked = ParkedSteps(arrived)
         self.host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
         self.prefixes = PrefixBlocks(self.host_kv.extents, self.host_kv.copier, clock)
         self._guides = Guides() if guides is None else guides
@@ -234,7 +234,7 @@ class Executor:
         self.costs.batch_s[run.kind] += started_s - began_s - collected_s
         run.note_start(started_s)
         masks = StepMasks(self._guides, run, decoder.config.vocab)
-        arrived = partial(self._arrived, run.step.model)
+        arrived = partial(self._parked.arrived, run)
         logits = yield from decoder.forward(batch, lane.ops, self._arena, arrived)
         return self._sample(run, logits, lane.ops, masks)
 

@@ -27,8 +27,12 @@ class ParkedSteps:
         return any(run.awaits_pool for run in self)
 
     def add(self, run: Run, work: Work) -> None:
-        run.layers_there = self._arrived(run.step.model)
         self._steps.append((run, work))
+
+    def arrived(self, run: Run) -> int | None:
+        """Return how many layers a step may read, and note it: others may come at any time."""
+        run.layers_there = self._arrived(run.step.model)
+        return run.layers_there
 
     def behind(self, run: Run) -> bool:
         """Return whether one of its requests has an earlier step that is parked."""
@@ -53,7 +57,7 @@ class ParkedSteps:
         return [run for run, _ in taken]
 
     def _has_nothing_new(self, run: Run) -> bool:
-        """Return whether a step waits for layers of which none have come since it was parked."""
+        """Return whether a step waits for layers of which none have come since it looked."""
         if run.awaits_pool or run.layers_there is None:
             return False
         return self._arrived(run.step.model) == run.layers_there

@@ -44,7 +44,7 @@ class Run:
     awaits_pool: bool = False
     """While it is parked: what it waits for is being loaded into the pool."""
     layers_there: int | None = None
-    """The layers that had arrived when it was parked; None: no load was under way."""
+    """The layers that had arrived when it looked last; None: no load was under way."""
     failed: str = ""
     """The reason why it was not launched or collected; it samples nothing then."""
     outcomes: list[SeqOutcome] = field(default_factory=list[SeqOutcome])

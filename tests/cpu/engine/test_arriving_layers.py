@@ -152,6 +152,27 @@ def test_a_step_that_is_parked_is_not_looked_at_until_a_layer_has_come(
     assert lane.executor.costs.launch_s["prefill"] > launches
 
 
+def test_a_layer_that_comes_while_its_step_parks_is_not_missed(
+    models: tuple[LateModel, LateModel],
+) -> None:
+    slice_ = Slice(*models)
+    loads, asked = slice_.loads, list[str]()
+
+    def arrived(model: str) -> int | None:
+        """The first layer comes right after the step has looked for it."""
+        there = loads.there
+        asked.append(model)
+        loads.there = 1
+        return there
+
+    lane = Lane(slice_.ops, arrived=arrived)
+    lane.attach("cold", slice_.cold.decoder)
+    lane.add("a", "cold", PROMPT, 4)
+    assert isinstance(lane.step(("a", 0, 30)), StepParked)
+    lane.executor.poll()
+    assert slice_.ops.calls == [[0]]
+
+
 @pytest.mark.parametrize("how", ["abandon", "detach"])
 def test_steps_of_a_model_that_goes_fail_and_read_nothing_more(
     models: tuple[LateModel, LateModel], want: list[int], how: str
