@@ -232,6 +232,9 @@ def test_a_cancelled_load_leaves_the_arena_to_kv_and_to_others(
     slice_.tick()
     slice_.submit("alone", "small", PROMPT[:64], NEW)
     slice_.finish("alone")
+    slice_.engine.submit(Fetch("large", slice_.policy.arena.end_bytes))
+    wait_for(slice_, "large")  # its segment is registered from now on: loads begin at once
+    slice_.engine.submit(Release("large"))
     loads, cache = slice_.gpu.loads, slice_.gpu.cache
     assert loads is not None
     assert cache is not None
