@@ -74,7 +74,6 @@ class SlicePolicy(SliceMemory[ExtraT]):
                     self._weights.fetched(name, took_s)
             case ev.Deactivated(name):
                 model = self._models.pop(name)
-                self._weights.deactivated(name)
                 self._deactivated.append(model)
                 self._retire(model)
             case ev.Submitted(request, chained):
@@ -113,6 +112,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
             )
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
+            for before in self._deactivated:  # a withdrawn step of it may be left
+                self._actions += self._weights.ended(before) if before.name == spec.id else ()
             if keep:
                 self._weights.activated(model, spec)
 
