@@ -118,7 +118,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 self._weights.activated(model, spec)
 
     def _lane_of(self, name: str) -> Lane:
-        return self._lanes.of(name, self._weights.streams(name))
+        only = self._lanes.only
+        return self._lanes.of(name, self._weights.streams(name)) if only is None else only
 
     def _time(self, name: str, lane: Lane) -> StepTime:
         return self._times.setdefault((name, lane), StepTime())
@@ -285,9 +286,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             (model.first(), model.last_step, name)
             for name, model in self._models.items()
             if model.seqs and name not in tried and self._weights.computes(name)
-            and self._lane_of(name) == lane
-            and not any(step.holds_up or step.step.lane != lane
-                        for step in self._in_flight.of(model))
+            and self._lane_of(name) == lane and not self._in_flight.holds_up(model, lane)
         ]  # fmt: skip
         allowed = self._shares.candidates(candidates, self._models)
         return self._weights.turn(allowed, now, self._lanes.late_ran[lane])

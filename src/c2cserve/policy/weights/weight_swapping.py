@@ -234,7 +234,7 @@ class WeightSwapping(WeightMemory):
         flight end first; there are no new ones meanwhile."""
         actions: list[Fetch | Release] = []
         for one in self._bounded.values():
-            if one.too_long:
+            if one.model.seqs and one.too_long:
                 if one.state == "resident" and one.model.name not in in_flight:
                     actions.append(self._release(one))
                 if one.state == "absent":
