@@ -23,6 +23,8 @@ from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from c2cserve.sim.constructors import written_out
+
 log = logging.getLogger(__name__)
 
 _SRC = Path(__file__).parents[2]
@@ -33,7 +35,14 @@ _COMPILED = (
     "runtime/driver.py", "sim/policies", "sim/world",
 )  # fmt: skip
 """Folders and files under the package that are compiled,"""
-_READ = ("core/value.py", "core/machine.py", "core/model.py", "runtime/ports.py", "sim/compiled.py")
+_READ = (
+    "core/value.py",
+    "core/machine.py",
+    "core/model.py",
+    "runtime/ports.py",
+    "sim/compiled.py",
+    "sim/constructors.py",
+)
 """and those that the result depends on besides."""
 _INTERPRETED = {
     "policy/cluster/strategies.py",  # generic dataclasses, which mypyc cannot compile
@@ -78,7 +87,7 @@ class _Finder(MetaPathFinder):
         return None if file is None else spec_from_file_location(fullname, file)
 
 
-def _modules() -> list[str]:
+def compiled_files() -> list[str]:
     """Return the files that are compiled, as paths under the package."""
     return [
         name for name in _files(_COMPILED)
@@ -157,7 +166,7 @@ def build(folder: Path) -> None:
     if find_spec("mypyc") is None or find_spec("setuptools") is None:
         raise NotUsed("mypyc is not installed: pip install mypy setuptools")
     folder = folder.absolute()
-    agreed, sources = fingerprint(), _modules()
+    agreed, sources = fingerprint(), compiled_files()
     with tempfile.TemporaryDirectory() as made:
         work, out = Path(made), Path(made) / "lib"
         shutil.copytree(
@@ -166,7 +175,7 @@ def build(folder: Path) -> None:
         )  # fmt: skip
         for name in sources:
             source = work / "c2cserve" / name
-            source.write_text(_with_plain_dataclasses(source.read_text()))
+            source.write_text(written_out(source.read_text()))
         (work / "setup.py").write_text(_SETUP.format(group=_GROUP))
         command = [sys.executable, "setup.py", _GROUP, str(out)]
         flags = f"{os.environ.get('CFLAGS', '')} {_CFLAGS}".strip()
@@ -181,14 +190,6 @@ def build(folder: Path) -> None:
         (out / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(out, folder)
-
-
-def _with_plain_dataclasses(text: str) -> str:
-    """Write out what `core.value.value` does: mypyc knows no decorator but `dataclass` itself."""
-    text = text.replace("@value\n", "@dataclass(slots=True, unsafe_hash=True)\n")
-    return text.replace(
-        "from c2cserve.core.value import value\n", "from dataclasses import dataclass\n"
-    )
 
 
 def main() -> None:

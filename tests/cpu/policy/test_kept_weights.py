@@ -127,7 +127,7 @@ def test_a_model_that_kv_displaced_is_loaded_again() -> None:
     slice_.memory.refused("a")
     assert slice_.memory.plan(1.0, {}) == [Fetch("a")]
     slice_.memory.refused("unknown")
-    slice_.memory.deactivated("a")
+    slice_.memory.ended(model)
     slice_.memory.refused("a")
 
 

@@ -207,7 +207,7 @@ def test_little_is_cached_where_not_all_weights_fit() -> None:
         assert max(held) < 10, "though others were cached meanwhile"
         leave_cached(world, other, 2)
         world.arena.release(one.key, held)
-    world.swapping.deactivated("third")
+    world.swapping.ended(world.models["third"])
     leave_cached(world, other, 60)
     assert world.arena.end_bytes >= 60, "the weights of all fit again"
 

@@ -4,7 +4,7 @@ import pytest
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import check_end, world
+from worlds import check_end, crowded, world
 
 from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.report import report
@@ -88,6 +88,14 @@ def test_short_of_kv_beside_kept_weights_everybody_ends(
         "gh200:mig3", "", WorkloadSettings(""), "1,0.1", patience=1.0, slices=slices, seed=seed
     )
     simulation = prepare(scenario, names, asked)
+    simulation.run()
+    check_end(simulation)
+
+
+@pytest.mark.parametrize("seed", [1, 8, 17])
+def test_a_step_of_a_model_that_was_preempted_finds_its_weights(seed: int) -> None:
+    """It is in line behind another model's when SLINFER takes the model's requests away."""
+    simulation = crowded(seed)
     simulation.run()
     check_end(simulation)
 

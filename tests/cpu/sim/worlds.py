@@ -4,6 +4,7 @@ from random import Random
 
 from c2cserve.core.request import Slo
 from c2cserve.policy.baselines.presets import PRESETS
+from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.sim.recording import Recorders, no_recorders
 from c2cserve.sim.world.faults import Fault, LinkFault, SliceFault
 from c2cserve.sim.world.hardware import SliceSettings, build
@@ -75,6 +76,26 @@ def world(seed: int, preset: str | None = None, recorders: Recorders = no_record
     )
 
 
+def crowded(seed: int) -> Simulation:
+    """SLINFER with more and longer prompts than its machine can compute."""
+    random = Random(seed)
+    batch, active = random.choice((8, 64)), random.choice((4, 8))
+    slices = SliceSettings(kv_share=1.0, max_batch=batch, max_step_tokens=4096, max_active=active)
+    machine = build(random.choice((MACHINES[1], MACHINES[0])), slices, PRESETS["slinfer"])
+    models = catalogue(f"llama-3.1-8b*{random.choice((9, 12, 16))}")
+    asked: list[SimRequest] = []
+    now = 0.0
+    for _ in range(150):
+        now += random.expovariate(12.0)
+        model, prompt = random.choice(models), random.choice((100, 2_000, 12_000, 30_000))
+        asked.append(SimRequest(now, model.spec.id, prompt, random.randint(1, 150)))
+    admission = AdmissionSettings(max_waiting=1_000_000, patience=1.0, foresee=False)
+    settings = Settings(PRESETS["slinfer"], admission, seed, noise=0.05)
+    return Simulation(
+        machine, models, asked, lambda prompt: Slo(max(0.5, prompt / 512), 0.25), settings
+    )
+
+
 def check_end(simulation: Simulation) -> None:
     """What must be so when all is over."""
     ended = simulation.requests.ended
@@ -88,6 +109,9 @@ def check_end(simulation: Simulation) -> None:
             assert tracked.request.arrival_s <= tracked.first_s <= tracked.last_s
         else:
             assert tracked.sampled < tracked.output
+    for one in (*simulation.slices.values(), *simulation.lost):
+        streamed = one.use.streamed_bytes
+        assert simulation.settings.preset.streams or not streamed, "its weights were loaded before"
     for one in simulation.slices.values():
         assert not one.seqs
         assert one.book.held_bytes == 0

@@ -10,7 +10,6 @@ What delays a first token beside the queue is not foreseen but learned (`InTimeS
 first tokens were late, the shorter the queue.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -30,6 +29,7 @@ CALM_S = 2.0
 without this, each end would let in all that is asked for a burst's time."""
 _RECHECK_S = 0.25
 """How often all waiting requests are looked at."""
+_NO_BACKLOG = Backlog()
 _HOPELESS_CHECK_S = 0.05
 """How often those on slices are, in an overload. What becomes late between two looks is served."""
 
@@ -155,7 +155,7 @@ class Admission:
         self._starts = Starts()
         self._no_slice_since_s: float | None = None
         self.recheck_s = self._hopeless_check_s = 0.0
-        self._notified = Backlog()
+        self._notified = _NO_BACKLOG
 
     @property
     def wakeup(self) -> float | None:
@@ -169,10 +169,12 @@ class Admission:
     def sent(self, request: Request, slice_id: str, now: float) -> None:
         """Note that a request goes to a slice."""
         self._sent[request.id] = request, now, slice_id
+        self._starts.changed(slice_id)
 
     def left(self, request_id: str) -> None:
         """Note that a request is on no slice any more."""
-        self._sent.pop(request_id, None)
+        if (sent := self._sent.pop(request_id, None)) is not None:
+            self._starts.changed(sent[2])
         self._begun.pop(request_id, None)
 
     def finished(self, request_id: str, output_len: int) -> None:
@@ -200,7 +202,7 @@ class Admission:
         self._ended.clear()
         self._starts.refresh(self._unstarted, now)
         self._age(now)
-        if not self._queue.punctual(self._usable, displaced=False):
+        if not self._queue or not self._queue.punctual(self._usable, displaced=False):
             self._standing.note(waiting=False, now=now)
 
     def end(self, now: float) -> None:
@@ -240,16 +242,17 @@ class Admission:
         self._no_slice_since_s = None if self._slices else since_s
         everybody = now >= self.recheck_s
         self.recheck_s = now + _RECHECK_S if everybody else self.recheck_s
+        if not self._queue:
+            self._standing.note(waiting=False, now=now)
+            return
         punctual = self._queue.punctual(self._usable)
         fresh = self._queue.punctual(self._usable, displaced=False)
         self._standing.note(waiting=bool(fresh), now=now)
-        if not self._queue:
-            return
         new = {request.id for request in arrived}
         if any(one in self._queue and not self._queue.late(one) for one in new):
             self._standing.press(now)
         waiting = list(self._queue) if everybody else [r for r in arrived if r.id in self._queue]
-        ahead = Counter[str]() if everybody else punctual
+        ahead = {} if everybody else punctual
         for request in waiting:
             strict: float | None = None
             if self.overload and self._queue.late(request.id):
@@ -261,7 +264,7 @@ class Admission:
             if reject is not None:
                 yield reject
             elif everybody and self._usable(request.model):
-                ahead[request.tenant] += 1
+                ahead[request.tenant] = ahead.get(request.tenant, 0) + 1
 
     def _hopeless(self, now: float) -> list[Request]:
         """Return requests on slices that are late before their first token, or will be. Requests
@@ -275,7 +278,7 @@ class Admission:
     def backlog(self) -> list[Backlog]:
         """Return what the server must know to refuse newcomers before anything is done for them;
         nothing if that has not changed."""
-        backlog = Backlog()
+        backlog = _NO_BACKLOG
         if self.overload and self.throughput.per_s > 0.0:
             waiting = self._queue.punctual(self._usable)
             models = self._queue.models_in_time(self._usable)
@@ -283,7 +286,7 @@ class Admission:
                 self.throughput.per_s, tuple(sorted(waiting.items())), tuple(models),
                 round(self.share.value, 2),
             )  # fmt: skip
-        if backlog == self._notified:
+        if backlog is self._notified or backlog == self._notified:
             return []
         self._notified = backlog
         return [backlog]
@@ -333,9 +336,7 @@ class Admission:
     def _unstarted(self, slice_id: str) -> int:
         """Return how many requests a slice has without a first token."""
         load = self._slices.get(slice_id)
-        if load is None:
-            return 0
-        return sum(len(one.pending) for one in load.busy())
+        return 0 if load is None else load.unstarted
 
     def confirmed(
         self, placement: Placement | None, request: Request, now: float

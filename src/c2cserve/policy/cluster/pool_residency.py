@@ -105,6 +105,8 @@ def impossible(
 ) -> Iterator[tuple[str, str]]:
     """Yield which of these can never enter the pool beside the pinned models, and why."""
     specs = [model.spec for model in absent]
+    if not specs:
+        return
     # Of two versions of a pinned model only one stays.
     pinned = [
         m.spec for m in models
@@ -196,9 +198,11 @@ def unasked_loads(
     cold = [m for m in outside if not m.removing and not m.failures]
     if not cold:
         return []
-    loading = sum(model.in_pool and not model.loaded for model in models)
     room = budget_bytes - used_bytes(models)
     cold = [m for m in cold if m.spec.weight_bytes <= room]
+    if not cold:
+        return []
+    loading = sum(model.in_pool and not model.loaded for model in models)
     chosen: list[ModelBook] = []
     for model in sorted(cold, key=lambda m: (not m.spec.pinned, -m.spec.priority, m.spec.id)):
         if loading + len(chosen) < _UNASKED_LOADS_MAX and model.spec.weight_bytes <= room:

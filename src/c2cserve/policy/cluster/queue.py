@@ -7,7 +7,6 @@ never delays one that can be in time. Between lines the tenant decides that was 
 (`policy.cluster.fairness`)."""
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Iterator, KeysView
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -92,16 +91,16 @@ class WaitingQueue:
     def late(self, request_id: str) -> bool:
         return self._entries[request_id][0][0] == LATE
 
-    def punctual(self, usable: Callable[[str], bool], *, displaced: bool = True) -> Counter[str]:
+    def punctual(self, usable: Callable[[str], bool], *, displaced: bool = True) -> dict[str, int]:
         """Return how many requests of usable models are not late, by tenant. `displaced`: whether
         displaced ones count."""
-        counts = Counter[str]()
+        counts: dict[str, int] = {}
         for model, lines in self._by_model.items():
             if usable(model):
                 for tenant, line in lines.of_tenant.items():
                     first = 0 if displaced else _before(line, FRESH)
                     if (last := _before(line, LATE)) > first:
-                        counts[tenant] += last - first
+                        counts[tenant] = counts.get(tenant, 0) + last - first
         return counts
 
     def models_in_time(self, usable: Callable[[str], bool]) -> list[str]:

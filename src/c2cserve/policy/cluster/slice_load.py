@@ -122,6 +122,8 @@ class SliceLoad:
     slice: Slice
     active: dict[str, Instance] = field(default_factory=dict[str, Instance])
     requests: int = 0
+    unstarted: int = 0
+    """Those without a first token."""
     tenants: Counter[str] = field(default_factory=Counter[str])
     """Requests of each tenant that has some here."""
     unused: int = 0
@@ -229,6 +231,7 @@ class SliceLoad:
         instance.prompt_tokens += request.prompt_len
         instance.tpot_s = min(instance.tpot_s, request.slo.tpot_s)
         self.requests += 1
+        self.unstarted += 1
         self.tenants[request.tenant] += 1
 
     def first_token(self, model: str, request_id: str, ttft_s: float) -> None:
@@ -238,6 +241,7 @@ class SliceLoad:
             self._work = None
             instance.changed()
             del instance.pending[request_id]
+            self.unstarted -= 1
             job.first_s = job.request.arrival_s + ttft_s
 
     def remove(self, model: str, request_id: str) -> None:

@@ -42,6 +42,11 @@ class _Slice:
     learned_s: float = 0.0
     trusted: bool = True
 
+    @property
+    def settled(self) -> bool:
+        """Whether `learn` changes nothing, as long as no first token is nearly late."""
+        return self.trusted and self.share == _MOST and self.late_sent_s == -inf
+
     def learn(self, now: float, *, crowded: bool) -> None:
         """Lower the share if a request was nearly late. Those that were sent before it fell tell
         nothing about its new value: else one queue that was too long would empty the slice.
@@ -59,10 +64,14 @@ class _Slice:
 class Starts:
     def __init__(self) -> None:
         self._slices: dict[str, _Slice] = {}
+        self._changing: set[str] = set()
+        """Slices that requests were sent to or left since the last `refresh`, and those with
+        something to learn."""
 
     def started(self, slice_id: str, after: float, sent_s: float) -> None:
         """Note a first token, of a request that was sent at `sent_s`. `after`: how long it took
         since the request arrived, in TTFT targets."""
+        self._changing.add(slice_id)
         one = self._slices.setdefault(slice_id, _Slice())
         one.started.finished()
         if after > _NEARLY:
@@ -70,10 +79,18 @@ class Starts:
 
     def refresh(self, waiting: Callable[[str], int], now: float) -> None:
         """`waiting`: a slice's requests without a first token; 0 for one that is gone."""
-        for slice_id, one in self._slices.items():
-            crowded = 2 * waiting(slice_id) >= MANY
-            one.learn(now, crowded=crowded)
-            one.started.refresh(now, saturated=crowded)
+        changing, self._changing = self._changing, set()
+        for slice_id in changing:
+            if (one := self._slices.get(slice_id)) is not None:
+                crowded = 2 * waiting(slice_id) >= MANY
+                one.learn(now, crowded=crowded)
+                one.started.refresh(now, saturated=crowded)
+                if crowded or not one.settled:
+                    self._changing.add(slice_id)
+
+    def changed(self, slice_id: str) -> None:
+        """Note that the number of a slice's requests without a first token has changed."""
+        self._changing.add(slice_id)
 
     def full(self, slice_id: str, waiting: Callable[[str], int], ttft_s: float) -> bool:
         """Return whether a further request would wait too long on a slice."""

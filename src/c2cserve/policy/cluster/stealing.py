@@ -58,6 +58,12 @@ class Stealing:
         """Ask for requests. For each idle slice these are half of the requests of the slice with
         most late ones, or fewer if fewer are late. The most urgent go first."""
         self.wakeup = None
+        # A source has others before what waits for its first token.
+        sources = [
+            load for load in self._slices.values() if load.unstarted and load.requests > 1
+        ]  # fmt: skip
+        if not sources:
+            return []
         busy = set(self._asked.values())
         idle = [
             load for load in self._slices.values()
@@ -66,7 +72,6 @@ class Stealing:
         if not idle:
             return []
         actions: list[Recall] = []
-        sources = [load for load in self._slices.values() if load.requests > 1]
         late = {load.slice.id: self._late(load, now) for load in sources}
         for target in sorted(idle, key=lambda one: one.slice.id):
             wanted = [
@@ -101,8 +106,7 @@ class Stealing:
         are late. Some will be late only by what is believed of times."""
         waiting = sorted(
             (job.due_s, job.request.id, instance.times.prefill_s(job.request.prompt_len), job)
-            for instance in load.active.values() if instance.pending
-            for job in instance.jobs.values() if job.first_s is None
+            for instance in load.active.values() for job in instance.pending.values()
         )  # fmt: skip
         late: list[PlacedRequest] = []
         round_s = load.round_s()

@@ -151,6 +151,9 @@ class Suspects:
         self, slices: Iterable[SliceLoad], now: float
     ) -> Sequence[tuple[SliceLoad | None, Request]]:
         """Return requests whose trial begins now, and where; None: placed like any other."""
+        if not self._groups and not self._trials:
+            self.wakeup, self._since_s, self._reserved = None, None, ""
+            return ()
         self._groups = [group for group in self._groups if group]
         loads = list(slices)
         begun: list[tuple[SliceLoad | None, Request]] = []

@@ -42,6 +42,10 @@ class StepTime:
     """floor(log2(batch)) -> seconds of a pure decode step."""
     _largest: int = -1
     """The largest of its keys."""
+    _asked: int = -1
+    _answer_s: float = 0.0
+    """The batch that was asked for last, and its answer: one is asked for several times. -1: none
+    since something was learned."""
 
     @property
     def settled(self) -> tuple[float, float] | None:
@@ -54,6 +58,11 @@ class StepTime:
     def decode_step_s(self, batch: int) -> float:
         """Return the seconds of a pure decode step: interpolated between known batches, else those
         of the nearest known one."""
+        if batch != self._asked:
+            self._asked, self._answer_s = batch, self._decode_step_s(batch)
+        return self._answer_s
+
+    def _decode_step_s(self, batch: int) -> float:
         samples = self._by_batch
         if not samples or batch < 1:
             return 0.0
@@ -81,6 +90,7 @@ class StepTime:
             steps.append(took_s)
             self._by_batch[size] = _typical(steps)
             self._largest = max(self._largest, size)
+            self._asked = -1
         elif prefill_tokens >= _PREFILL_TOKENS_MIN:
             # A step without decodes has its fixed cost too: about a decode step of one.
             rest_s = max(0.0, took_s - self.decode_step_s(max(1, decodes)))

@@ -38,21 +38,33 @@ class InFlight:
         step.parked = True
 
     def of(self, model: ActiveModel) -> list[StepInFlight]:
-        return [step for step in self if step.model is model]
+        return [step for step in self._steps.values() if step.model is model]
+
+    def holds_up(self, model: ActiveModel, lane: Lane) -> bool:
+        """Return whether a step in flight keeps the model from having one in the lane."""
+        return any(
+            step.model is model and (step.holds_up or step.step.lane != lane)
+            for step in self._steps.values()
+        )
 
     def parked(self, model: ActiveModel) -> bool:
-        return any(step.parked for step in self.of(model))
+        return any(step.parked and step.model is model for step in self._steps.values())
 
     def running_in(self, lane: Lane) -> int:
         """Return the number of the lane's steps that are not parked."""
-        return sum(not step.parked for step in self if step.step.lane == lane)
+        running = 0
+        for step in self._steps.values():
+            running += not step.parked and step.step.lane == lane
+        return running
 
     def models(self) -> dict[str, float]:
         """Return the models with steps in flight, and in how many seconds these end at the latest,
         as far as is known. Steps of a lane run in the order of their launch."""
         ends_s: dict[str, float] = {}
+        if not self._steps:
+            return ends_s
         total_s: dict[Lane, float] = {}
-        for one in self:
+        for one in self._steps.values():
             lane, name = one.step.lane, one.model.name
             total_s[lane] = total_s.get(lane, 0.0) + one.expected_s
             ends_s[name] = max(ends_s.get(name, 0.0), total_s[lane])
@@ -62,12 +74,11 @@ class InFlight:
         """Return when to plan a lane's next step: at once if nothing runs there, else shortly
         before what runs ends. Requests that arrive until then can still join it. While step times
         are unknown, it is planned when the step has ended."""
-        of_lane = (step for step in self if step.step.lane == lane)
-        first = next((step for step in of_lane if not step.parked), None)
-        if first is None:
-            return now
-        if first.since_s is None:
-            first.since_s = now
-        if not first.expected_s:
-            return float("inf")
-        return first.since_s + first.expected_s - _LEAD_S
+        for first in self._steps.values():
+            if not first.parked and first.step.lane == lane:
+                if first.since_s is None:
+                    first.since_s = now
+                if not first.expected_s:
+                    return float("inf")
+                return first.since_s + first.expected_s - _LEAD_S
+        return now

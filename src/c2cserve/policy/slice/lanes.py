@@ -25,6 +25,8 @@ class Lanes:
     def __init__(self, count: int) -> None:
         """`count`: 1 or 2. Where there is one lane, all steps run in it."""
         self._names = LANES[:count]
+        self.only: Lane | None = LANES[0] if count == 1 else None
+        """The lane of all models, where there is one."""
         self._resident: set[str] = set()
         """Models whose last step found its weights in the slice's memory."""
         self.late_ran: dict[Lane, bool] = dict.fromkeys(self._names, False)

@@ -78,7 +78,6 @@ class SlicePolicy(SliceMemory[ExtraT]):
                     self._weights.fetched(name, took_s)
             case ev.Deactivated(name):
                 model = self._models.pop(name)
-                self._weights.deactivated(name)
                 self._deactivated.append(model)
                 self._retire(model)
             case ev.Submitted(request, chained):
@@ -117,12 +116,15 @@ class SlicePolicy(SliceMemory[ExtraT]):
             )
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
+            for before in self._deactivated:  # a withdrawn step of it may be left
+                self._actions += self._weights.ended(before) if before.name == spec.id else ()
             self._weights.opened(model, spec)
             if keep:
                 self._weights.activated(model, spec)
 
     def _lane_of(self, name: str) -> Lane:
-        return self._lanes.of(name, self._weights.streams(name))
+        only = self._lanes.only
+        return self._lanes.of(name, self._weights.streams(name)) if only is None else only
 
     def _time(self, name: str, lane: Lane) -> StepTime:
         return self._times.setdefault((name, lane), StepTime())
@@ -296,9 +298,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             (model.first(), model.last_step, name)
             for name, model in self._models.items()
             if model.seqs and name not in tried and self._weights.computes(name)
-            and self._lane_of(name) == lane
-            and not any(step.holds_up or step.step.lane != lane
-                        for step in self._in_flight.of(model))
+            and self._lane_of(name) == lane and not self._in_flight.holds_up(model, lane)
         ]  # fmt: skip
         allowed = self._shares.candidates(candidates, self._models)
         return self._weights.turn(allowed, now, self._lanes.late_ran[lane])

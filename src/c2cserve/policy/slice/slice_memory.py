@@ -179,15 +179,14 @@ class SliceMemory(Generic[ExtraT]):
             seq.restart()
 
     def _retire(self, model: ActiveModel) -> None:
-        """Free a deactivated model's memory if its last request and step are gone."""
+        """Free a deactivated model's memory if its last request and step are gone. Its last step
+        may begin or end after it was deactivated, and reads its weights."""
+        if model not in self._deactivated or model.seqs or self._in_flight.of(model):
+            return
+        self._actions += self._weights.ended(model)
         moving = self._rotation is not None and self._rotation.moving(model)
         moving |= self.prefixes is not None and self.prefixes.brings_for(model)
-        if (
-            model in self._deactivated
-            and not model.seqs
-            and not self._in_flight.of(model)
-            and not moving
-        ):
+        if not moving:
             self._deactivated.remove(model)
             self.arena.remove_model(model.key)
 

@@ -48,7 +48,10 @@ class WeightMemory:
         """Note that the model's weights are to be resident as a whole (`events.Activated.keep`)."""
         raise AssertionError(f"{spec.id}: this slice keeps no weights as a whole")
 
-    def deactivated(self, name: str) -> None: ...
+    def ended(self, model: ActiveModel) -> Sequence[Release]:
+        """Forget a deactivated model, whose last step has ended. Return what releases its
+        weights."""
+        return ()
 
     def fetched(self, name: str, took_s: float) -> None: ...
 

@@ -25,8 +25,8 @@ runs until it is done (`favourite`).
 
 A load may be refused: these books count slabs, and the free ones may lie in pieces that are too
 small for a matrix. The model asks again, with more room. If that does not help either, it streams
-until KV has made way (`_reconsider`). So does a model that has
-a request whose KV does not fit beside the weights (`_make_way_for_long`)."""
+until KV has made way (`_reconsider`). So does a model that has a request whose KV does not fit
+beside the weights (`_make_way_for_long`)."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -67,8 +67,7 @@ class WeightSwapping(WeightMemory):
     slice's memory lies outside of it, is theirs."""
 
     def __init__(self, arena: KvArena, slice_: Slice, *, rotates: bool) -> None:
-        """`rotates`: models with requests leave for others; else they stay from when there is room
-        for them until they are deactivated."""
+        """`rotates`: models with requests leave for others; else they stay until they end."""
         super().__init__(arena)
         self._rotates = rotates
         self._room = WeightRoom(arena, slice_)
@@ -134,14 +133,15 @@ class WeightSwapping(WeightMemory):
             self._bounded[model.name] = one
         self._bound_cache()
 
-    def deactivated(self, name: str) -> None:
-        one = self._weights.pop(name, None)
-        if one is not None:
-            self._bounded.pop(name, None)
-            self._there_bytes -= one.size if one.takes_room else 0
-            del self._in[one.state][name]
-            self._withhold()
-            self._bound_cache()
+    def ended(self, model: ActiveModel) -> Sequence[Release]:
+        one = self._weights.get(model.name)
+        if one is None or one.model is not model:
+            return ()
+        there, release = one.takes_room, self._release(one)
+        del self._weights[model.name], self._in["absent"][model.name]
+        self._bounded.pop(model.name, None)
+        self._bound_cache()
+        return (release,) if there else ()
 
     def _put(self, one: ModelWeights, state: State) -> None:
         """Note the state of a model's weights."""
@@ -234,7 +234,7 @@ class WeightSwapping(WeightMemory):
         flight end first; there are no new ones meanwhile."""
         actions: list[Fetch | Release] = []
         for one in self._bounded.values():
-            if one.too_long:
+            if one.model.seqs and one.too_long:
                 if one.state == "resident" and one.model.name not in in_flight:
                     actions.append(self._release(one))
                 if one.state == "absent":

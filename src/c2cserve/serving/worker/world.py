@@ -72,8 +72,8 @@ class WorkerWorld:
         """Messages that arrived during a reset; they are handled when it is done."""
         self._accepted: set[str] = set()
         """Requests that were accepted and have not ended or been returned."""
-        self._active: dict[str, bool] = {}
-        """Active models, and whether their weights are kept as a whole."""
+        self._active: set[str] = set()
+        """Active models."""
         self._resetting: int | None = None
         self._last_models: dict[Lane, str] = {}
         self._in_flight: dict[int, tuple[Lane, float]] = {}
@@ -285,17 +285,11 @@ class WorkerWorld:
         """Activate or deactivate a model. A model that is not attached stays inactive: its requests
         fail one by one."""
         if active and model in self._specs:
-            self._active[model] = keep
+            self._active.add(model)
             self._events.append(Activated(self._specs[model], keep))
         elif not active and model in self._active:
-            self._deactivate(model)
-
-    def _deactivate(self, model: str) -> None:
-        """The weights of a model that was kept go at once, and with them a load under way."""
-        if self._active.pop(model):
-            self._loading.discard(model)
-            self.engine.submit(Release(model))
-        self._events.append(Deactivated(model))
+            self._active.remove(model)
+            self._events.append(Deactivated(model))
 
     # ---- beginning anew -------------------------------------------------------------------------
 
@@ -308,7 +302,7 @@ class WorkerWorld:
             if not self.engine.forget(request_id):
                 self._events.append(Withdrawn(request_id))
         for model in sorted(self._active):
-            self._deactivate(model)
+            self._switch(model, active=False)
         self._accepted.clear()
         self._note_state()
 

@@ -112,10 +112,12 @@ def _launch(
 ) -> DecidedSteps:
     launched: list[StepInFlight] = []
     numbers: dict[int, int] = {}
-    for index in sorted(set(order)):
+    for index in sorted(set(order)) if len(models) > 1 else (0,):
         model = models[index]
         numbers[index] = len(launched)
-        decodes = sorted(model.seqs.values(), key=model.rank)
+        decodes = list(model.seqs.values())
+        if len(decodes) > 1:
+            decodes.sort(key=model.rank)
         step = Step(next(step_ids), model.name, tuple([seq.issue(1) for seq in decodes]))
         expected_s = model.time.decode_step_s(len(decodes))
         launched.append(StepInFlight(step, model, decodes, len(decodes), 0, expected_s))
@@ -134,7 +136,7 @@ def _launch(
 def _make_room(models: Sequence[ActiveModel], order: Sequence[int], arena: KvArena) -> bool:
     """Blocks for all tokens that will be drawn. False: there is not enough memory."""
     for index, model in enumerate(models):
-        times = order.count(index)
+        times = order.count(index) if len(models) > 1 else len(order)
         needs: list[tuple[Seq, int]] = []
         needed = 0
         for seq in model.seqs.values():

@@ -92,13 +92,14 @@ class BlockBook:
         if not offsets:
             return
         size, model, held = seq.spec.kv_block_bytes, seq.spec.id, self.held
-        last = self.slice.kv_bytes - size
-        assert 0 <= min(offsets) <= max(offsets) <= last, "a block lies outside of the arena"
+        least, most = min(offsets), max(offsets)
+        inside = least >= 0 and most + size <= self.slice.kv_bytes
+        assert inside, "a block lies outside of the arena"
         before = len(held)
         held.update(offsets)
         assert len(held) == before + len(offsets), "a block has two owners"
         self.held_bytes += size * len(offsets)
-        for slab, count in self._by_slab(offsets):
+        for slab, count in self._by_slab(offsets, least, most):
             owner, blocks = self.slabs.get(slab, (model, 0))
             assert owner == model, "a slab holds blocks of two models"
             self.slabs[slab] = (model, blocks + count)
@@ -113,7 +114,7 @@ class BlockBook:
         held.difference_update(offsets)
         assert len(held) == before - len(offsets), "a block is given back that has no holder"
         self.held_bytes -= seq.spec.kv_block_bytes * len(offsets)
-        for slab, count in self._by_slab(offsets):
+        for slab, count in self._by_slab(offsets, min(offsets), max(offsets)):
             model, blocks = self.slabs[slab]
             if blocks == count:
                 del self.slabs[slab]
@@ -131,11 +132,11 @@ class BlockBook:
             self.sharers[offset] = more - 1
         return True
 
-    def _by_slab(self, offsets: Sequence[int]) -> Iterable[tuple[int, int]]:
+    def _by_slab(self, offsets: Sequence[int], least: int, most: int) -> Iterable[tuple[int, int]]:
         """Return (slab, number of these blocks that begin in it) pairs."""
         slab_bytes = self.slice.slab_bytes
-        slab = offsets[0] // slab_bytes
-        if min(offsets) // slab_bytes == slab == max(offsets) // slab_bytes:
+        slab = least // slab_bytes
+        if slab == most // slab_bytes:
             return ((slab, len(offsets)),)
         return Counter([offset // slab_bytes for offset in offsets]).items()
 

@@ -253,11 +253,11 @@ class Compute:
             min([seq.tracked.output - seq.tracked.sampled for _, seq in parts])
             for parts in self._parts
         ]
-        scale = 1.0
+        scale, fewest = 1.0, min(remaining)
         if context.noise:
-            spread = context.noise / sqrt(min(len(run.order), *remaining))
+            spread = context.noise / sqrt(min(len(run.order), fewest))
             scale = context.random.lognormvariate(0.0, spread)
-        extra_tokens = min(len(run.order) // len(steps), *remaining) // 2
+        extra_tokens = min(len(run.order) // len(steps), fewest) // 2
         costs = [
             context.costs.step(step, model, simulated, 1.0, None, extra_tokens)
             for step, model in zip(steps, models, strict=True)

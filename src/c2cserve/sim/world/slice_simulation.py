@@ -86,8 +86,6 @@ class SliceSimulation:
         self._out = CopyEngine(context.timeline, context.network, simulated.d2h)
         self._loading: dict[str, tuple[float, PathsLoad]] = {}
         """Model whose weights are loading -> since when, and over which flow."""
-        self._absent: dict[str, None] = {}
-        """Models that will be resident, whose weights are neither here nor loading."""
         self._paused: dict[str, int] = {}
         """Models that compute nothing for other reasons -> the number of reasons."""
         self._waiting: dict[str, list[RunStep]] = {}
@@ -106,15 +104,10 @@ class SliceSimulation:
         if not self.active:
             self._held_since_s = self._context.timeline.now
         self.active[name] = model
-        keep = keep and self._cache is not None
-        if keep:
-            self._absent[name] = None
-        self._notify(ev.Activated(model.spec, keep))
+        self._notify(ev.Activated(model.spec, keep and self._cache is not None))
 
     def deactivate(self, name: str) -> None:
         del self.active[name]
-        self._absent.pop(name, None)
-        self._drop_weights(name)
         self._notify(ev.Deactivated(name))
         if not self.active:
             self.use.held_s += self._context.timeline.now - self._held_since_s
@@ -224,7 +217,6 @@ class SliceSimulation:
     def _load(self, model: SimModel) -> None:
         context, name, size = self._context, model.spec.id, model.spec.weight_bytes
         self.use.loads += 1
-        del self._absent[name]
         assert self._cache is not None
         self._cache.hold(model)
         self.book.weigh(self._cache.held_bytes)
@@ -302,7 +294,6 @@ class SliceSimulation:
             self._load(self.active[action.model])
         elif isinstance(action, Release):
             self._drop_weights(action.model)
-            self._absent[action.model] = None
         elif isinstance(action, Truncate):
             seq = self.seqs[action.request_id]
             self.book.release(seq)
