@@ -1,6 +1,7 @@
 """A front over nodes that are played: no token is lost or repeated, whatever nodes do."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,25 @@ async def test_a_silent_node_is_lost_and_what_it_says_later_is_ignored() -> None
         assert await run == answer(job.tokens, 60)
         assert len(front.on(job)) == 2
         assert sent, "the node had gone on"
+
+
+async def test_a_cut_node_is_said_to_be_silent_until_its_machine_answers() -> None:
+    """Packets vanish: new connections get no answer. A dead server's machine refuses them."""
+    [node] = nodes(1)
+    async with PlayedFront(node, timeout_s=1.0) as front:
+        assert node.port is not None
+        assert node.port._server is not None
+        [connection] = node.port.fronts
+        assert connection._transport is not None
+        connection._transport.write = lambda _: None  # type: ignore[method-assign]
+        node.port._server.close()
+        full = socket.create_server(("127.0.0.1", node.address.port), backlog=0)
+        with socket.create_connection(full.getsockname()), full:  # the next ones get no answer
+            await front.until(lambda: not nodes_up(front))
+            for _ in range(20):
+                assert front.gateway.snapshot().nodes == {"n0": "no sign of life for 1 s"}
+                await asyncio.sleep(0.1)
+        await front.until(lambda: "cannot connect" in front.gateway.snapshot().nodes["n0"])
 
 
 async def test_a_node_without_slices_keeps_no_requests() -> None:
