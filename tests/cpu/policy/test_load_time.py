@@ -1,0 +1,58 @@
+"""What loads are believed to take, from those that were seen."""
+
+import random
+
+import pytest
+from fleet_world import spec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from c2cserve.core.model import ModelSpec
+from c2cserve.policy.fleet.load_time import LoadTime
+
+TINY, SMALL, LARGE = spec("t", 1_300_000), spec("s", 10**9), spec("l", 16 * 10**9)
+
+
+def seen(took_s: float, chance: random.Random) -> float:
+    """When a report says so that comes twice a second."""
+    return took_s + chance.uniform(0.0, 0.5)
+
+
+def test_slow_loads_of_tiny_models_say_nothing_of_the_rate() -> None:
+    """A busy machine takes seconds for a file of a megabyte. Weights do not become slower by it."""
+    loads = LoadTime()
+    before_s = loads.of(LARGE) - loads.of(TINY)
+    for _ in range(50):
+        loads.learn(TINY, 3.0)
+    assert loads.of(TINY) == pytest.approx(2.75, rel=0.1)
+    assert loads.of(LARGE) - loads.of(TINY) == pytest.approx(before_s, rel=0.05)
+
+
+@given(
+    fixed_s=st.floats(0.0, 3.0),
+    gb_per_s=st.floats(0.1, 20.0),
+    mix=st.lists(st.sampled_from((TINY, SMALL, LARGE)), min_size=1, max_size=3, unique=True),
+    seed=st.integers(0, 1000),
+)
+def test_what_was_seen_is_believed_of_each_size(
+    fixed_s: float, gb_per_s: float, mix: list[ModelSpec], seed: int
+) -> None:
+    """And more bytes never take less."""
+    chance, loads = random.Random(seed), LoadTime()
+    for number in range(80):
+        one = mix[number % len(mix)]
+        took_s = (fixed_s + one.weight_bytes / gb_per_s / 1e9) * chance.uniform(0.9, 1.1)
+        loads.learn(one, seen(took_s, chance))
+    for one in mix:
+        right_s = fixed_s + one.weight_bytes / gb_per_s / 1e9
+        assert loads.of(one) == pytest.approx(right_s, rel=0.25, abs=0.5)
+    assert 0.0 <= loads.of(TINY) <= loads.of(SMALL) <= loads.of(LARGE)
+
+
+def test_a_link_that_becomes_slower_is_followed() -> None:
+    loads = LoadTime()
+    for rate in (10e9, 1e9):
+        for number in range(60):
+            one = (SMALL, LARGE)[number % 2]
+            loads.learn(one, 0.3 + one.weight_bytes / rate + 0.25)
+    assert loads.of(LARGE) == pytest.approx(16.3, rel=0.15)
