@@ -8,6 +8,7 @@ import pytest
 from played_nodes import PlayedFront, PlayedNode, answer, counters, nodes_up
 
 from c2cserve.cluster import messages as msg
+from c2cserve.cluster import port
 from c2cserve.core.fleet import FleetNode
 from c2cserve.core.request import Delta, FinishReason, TokenLogprob
 from c2cserve.policy.fleet.placement import FleetSettings
@@ -257,6 +258,20 @@ async def test_a_node_without_the_model_is_told_who_has_it() -> None:
         [source] = second.weights.sources
         assert (source.model, source.port) == ("a", 7)
         assert not first.weights.sources
+
+
+async def test_a_change_of_a_pool_is_reported_before_the_next_report_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was evicted is not asked for there."""
+    [node] = nodes(1)
+    async with PlayedFront(node) as front:
+        monkeypatch.setattr(port, "_REPORT_S", 1000.0)
+        book = front.gateway._policy._nodes["n0.1"]
+        await front.until(lambda: book.held == {"a", "b"})
+        node.engine.held_models = ("b",)
+        node.weights.pool_changes += 1
+        await front.until(lambda: book.held == {"b"})
 
 
 async def test_a_model_of_this_front_alone_does_not_exist() -> None:

@@ -15,9 +15,8 @@ from c2cserve.policy.uses import LOAD_BYTES_PER_S
 
 _FIXED_S = 0.2
 """What a load is believed to take beside its bytes."""
-_LATE_S = 0.25
-"""A load has ended so long before the report that says so, on average: reports come twice a second.
-A load's time is not known better than this."""
+_UNKNOWN_S = 0.25
+"""A load's time is not known better than this: nodes report twice a second."""
 _SPREAD = 0.2
 """Share of a load's time that it differs by from the next one's."""
 _LEFT = 0.95
@@ -48,13 +47,12 @@ class LoadTime:
     def of(self, spec: ModelSpec) -> float:
         return self.fixed_s + spec.weight_bytes / self.bytes_per_s
 
-    def learn(self, spec: ModelSpec, seen_s: float) -> None:
-        """Learn from a load that was seen to have ended after this time."""
-        gb, took_s = spec.weight_bytes / _GB, max(0.0, seen_s - _LATE_S)
+    def learn(self, spec: ModelSpec, took_s: float) -> None:
+        gb = spec.weight_bytes / _GB
         # A large load's time varies by more seconds than a small one's. Weights by what it took
         # would let fast loads count more than slow ones.
         spread_s = _SPREAD * spec.weight_bytes / LOAD_BYTES_PER_S
-        weight = _LATE_S**2 / (_LATE_S**2 + spread_s**2)
+        weight = _UNKNOWN_S**2 / (_UNKNOWN_S**2 + spread_s**2)
         self._weight = _LEFT * self._weight + weight
         self._gb = _LEFT * self._gb + weight * gb
         self._gb2 = _LEFT * self._gb2 + weight * gb * gb

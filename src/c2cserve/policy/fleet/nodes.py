@@ -52,6 +52,8 @@ class NodeBook:
     """Model -> when its load is believed to have begun."""
     used_bytes: int = 0
     draining: bool = False
+    reported_s: float = float("-inf")
+    """When it reported last."""
     reported: int = 0
     """Requests of all fronts, as of the last report."""
     own_reported: int = 0
@@ -106,6 +108,7 @@ class NodeBook:
         self.held = set(report.held)
         asked = {m: since for m, since in self.loading.items() if now - since < 1.0}
         self._learn_loads(specs, now)
+        self.reported_s = now
         self.loading = {
             model: self.loading.get(model, now)
             for model in (*report.loading, *asked) if model not in self.held
@@ -120,9 +123,11 @@ class NodeBook:
             del self.uses[model]
 
     def _learn_loads(self, specs: Mapping[str, ModelSpec], now: float) -> None:
+        """A load that has ended did so since the report before: in the middle, on average."""
         for model, since_s in self.loading.items():
             if model in self.held and model in specs:
-                self.loads.learn(specs[model], now - since_s)
+                ended_s = (max(since_s, self.reported_s) + now) / 2.0
+                self.loads.learn(specs[model], ended_s - since_s)
 
     def may_pin(self, spec: ModelSpec) -> bool:
         """Whether the model fits beside the others that are pinned there."""
