@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 from cluster_simulated import decisions, held_load
 from report import report
 
@@ -130,19 +131,35 @@ async def closed_loop(
         return tokens * len(split) / (time.monotonic() - began_s), list(slices)
 
 
-def throughput(front: Front, rounds: int, folder: Path) -> dict[str, Any]:
+def cpu_s(pids: Iterable[int]) -> float:
+    """Return the processor time of these processes, without their children's."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+def throughput(machines: Machines, front: Front, rounds: int, folder: Path) -> dict[str, Any]:
     """Compare three nodes behind a front with three servers that get the same requests as the nodes
-    did. All six run at once, and are used by turns."""
+    did. All six run at once, and are used by turns. The processor time of a token is that of
+    servers: text processes and workers do the same on both sides."""
     found: dict[str, list[float]] = {"front": [], "servers": []}
+    spent_s = dict.fromkeys(("front", "nodes", "servers", "membership"), 0.0)
     splits: list[list[int]] = []
     with ExitStack() as stack:
-        urls = [
-            stack.enter_context(
-                ServerProcess(*_SMALL, directory=folder / f"alone{i}", slices=1)
-            ).url
+        servers = [
+            stack.enter_context(ServerProcess(*_SMALL, directory=folder / f"alone{i}", slices=1))
             for i in range(3)
-        ]  # fmt: skip
+        ]
+        urls = [one.url for one in servers]
+        pids = {
+            "front": [front.process.pid],
+            "nodes": [one.pid for one in machines.states()],
+            "servers": [one.process.pid for one in servers],
+            "membership": [
+                one for one in front.children()
+                if b"members" in Path(f"/proc/{one}/cmdline").read_bytes()
+            ],
+        }  # fmt: skip
         for number in range(rounds + 1):
+            began_s = {name: cpu_s(of) for name, of in pids.items()}
             rate, slices = asyncio.run(closed_loop([front.url], [0] * 120, 24, _TOKENS))
             nodes = sorted({one["id"] for one in front.state()["slices"]})
             split = [nodes.index(one) for one in slices]
@@ -151,10 +168,15 @@ def throughput(front: Front, rounds: int, folder: Path) -> dict[str, Any]:
                 found["front"].append(rate)
                 found["servers"].append(alone)
                 splits.append([split.count(i) for i in range(3)])
+                for name, of in pids.items():
+                    spent_s[name] += cpu_s(of) - began_s[name]
     ratios = [a / b for a, b in zip(found["front"], found["servers"], strict=True)]
     return {
         "requests": 120, "at_once": 24, "tokens": _TOKENS, "splits": splits,
         "tokens_per_s": found, "front_of_servers": ratios, "median": median(ratios),
+        "cpu_us_per_token": {
+            name: spent / (rounds * 120 * _TOKENS) * 1e6 for name, spent in spent_s.items()
+        },
     }  # fmt: skip
 
 
@@ -318,7 +340,7 @@ def on_ray(parts: list[str], runs: int, kinds: list[str] | None) -> dict[str, An
             if "latency" in parts:
                 found["latency"] = latency(front, 2 * runs, folder / "alone")
             if "throughput" in parts:
-                found["throughput"] = throughput(front, max(1, runs // 5), folder)
+                found["throughput"] = throughput(machines, front, max(1, runs // 5), folder)
             if "faults" in parts:
                 found["faults"] = faults(machines, front, runs, kinds)
     return found

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _REPORT_S = 0.5
 _CHANGED_S = 0.05
-"""After so long a change of the pool is reported. Fronts send requests by what pools hold."""
+"""A change of the pool waits so long for its report. Fronts send requests by what pools hold."""
 _FRONT_TIMEOUT_S = 10.0
 """A front that is silent for longer is gone, and its jobs are cancelled. Nothing waits for that, so
 it is longer than a front's own patience."""
