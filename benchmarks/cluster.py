@@ -16,7 +16,6 @@ share of first tokens is in time there, at a load that 0.8 of the nodes hold, wh
 import argparse
 import asyncio
 import os
-import random
 import signal
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from typing import Any
 import httpx
 import openai
 import psutil
-from cluster_simulated import decisions, held_load
+from cluster_simulated import catalogue_requests, decisions, held_load
 from report import report
 
 ROOT = Path(__file__).parent.parent
@@ -206,18 +205,17 @@ async def ask(url: str, models: list[str], at_once: int) -> list[str]:
 
 def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
     """Count loads: a request whose model is in no pool causes one."""
-    chance = random.Random(0)
     names = [f"{MODELS[i % 4]}-{i}" for i in range(24)]
-    weights = [1.0 / rank for rank in range(1, 25)]
+    warm, counted = catalogue_requests(names, runs, 0)
     with Front(
         machines.address, directory=folder / "pool", catalog=catalogue_file(folder), pool="8MiB"
     ) as front:
         front.wait_nodes(3, 300)
         every = asyncio.run(ask(front.url, names, 4))
-        asyncio.run(ask(front.url, chance.choices(names, weights, k=runs), 4))
+        asyncio.run(ask(front.url, warm, 4))
         state = front.state()
         before = state["counters"]["model_loads"]
-        asked = asyncio.run(ask(front.url, chance.choices(names, weights, k=2 * runs), 4))
+        asked = asyncio.run(ask(front.url, counted, 4))
         loads = front.state()["counters"]["model_loads"] - before
         # The second pool that keeps it gets it from the first one.
         entry = {"id": "pinned", "path": str(SPECIALISTS / MODELS[0]), "pinned": True}
