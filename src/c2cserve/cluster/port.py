@@ -206,7 +206,7 @@ class _Front(Peer):
         try:
             async with aclosing(self._port.gateway.submit(self._own(job, age_s))) as deltas:
                 async for delta in deltas:
-                    self.send(msg.Output(replace(delta, request_id=request_id)))
+                    self.send(msg.Output(delta.renamed(request_id)))
         except Refused as refused:
             self.send(
                 msg.Decline(request_id, refused.status, refused.reason, refused.retry_after_s)

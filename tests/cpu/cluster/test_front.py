@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from played_nodes import PlayedFront, PlayedNode, answer, counters, nodes_up
 from c2cserve.cluster import messages as msg
 from c2cserve.cluster import port
 from c2cserve.core.fleet import FleetNode
-from c2cserve.core.request import Delta, FinishReason, TokenLogprob
+from c2cserve.core.request import Delta, FinishReason, Timing, TokenLogprob
 from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.runtime.gateway import Refused
 from c2cserve.runtime.record import Record
@@ -322,6 +323,15 @@ async def test_the_front_s_record_replays(tmp_path: Path) -> None:
     result = replay(tmp_path / "record")
     assert result.equal
     assert result.streams[0].actions >= 5
+
+
+def test_a_renamed_delta_says_the_same() -> None:
+    logprob = TokenLogprob(-1.0, ())
+    timing = Timing("cpu0", False, 1.0, 2.0, 3.0, 4.0)
+    delta = Delta("a", (1,), (logprob,), (logprob,), FinishReason.ERROR, 5, timing, "broken")
+    assert delta.renamed("b") == replace(delta, request_id="b")
+    default = Delta("")
+    assert all(getattr(delta, f.name) != getattr(default, f.name) for f in fields(Delta))
 
 
 def test_messages_survive_the_way() -> None:
