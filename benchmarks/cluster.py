@@ -16,12 +16,11 @@ share of first tokens is in time there, at a load that 0.8 of the nodes hold, wh
 import argparse
 import asyncio
 import os
-import random
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -29,7 +28,8 @@ from typing import Any
 
 import httpx
 import openai
-from cluster_simulated import decisions, held_load
+import psutil
+from cluster_simulated import catalogue_requests, decisions, held_load
 from report import report
 
 ROOT = Path(__file__).parent.parent
@@ -130,19 +130,35 @@ async def closed_loop(
         return tokens * len(split) / (time.monotonic() - began_s), list(slices)
 
 
-def throughput(front: Front, rounds: int, folder: Path) -> dict[str, Any]:
+def cpu_s(pids: Iterable[int]) -> float:
+    """Return the processor time of these processes, without their children's."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+def throughput(machines: Machines, front: Front, rounds: int, folder: Path) -> dict[str, Any]:
     """Compare three nodes behind a front with three servers that get the same requests as the nodes
-    did. All six run at once, and are used by turns."""
+    did. All six run at once, and are used by turns. The processor time of a token is that of
+    servers: text processes and workers do the same on both sides."""
     found: dict[str, list[float]] = {"front": [], "servers": []}
+    spent_s = dict.fromkeys(("front", "nodes", "servers", "membership"), 0.0)
     splits: list[list[int]] = []
     with ExitStack() as stack:
-        urls = [
-            stack.enter_context(
-                ServerProcess(*_SMALL, directory=folder / f"alone{i}", slices=1)
-            ).url
+        servers = [
+            stack.enter_context(ServerProcess(*_SMALL, directory=folder / f"alone{i}", slices=1))
             for i in range(3)
-        ]  # fmt: skip
+        ]
+        urls = [one.url for one in servers]
+        pids = {
+            "front": [front.process.pid],
+            "nodes": [one.pid for one in machines.states()],
+            "servers": [one.process.pid for one in servers],
+            "membership": [
+                one for one in front.children()
+                if b"members" in Path(f"/proc/{one}/cmdline").read_bytes()
+            ],
+        }  # fmt: skip
         for number in range(rounds + 1):
+            began_s = {name: cpu_s(of) for name, of in pids.items()}
             rate, slices = asyncio.run(closed_loop([front.url], [0] * 120, 24, _TOKENS))
             nodes = sorted({one["id"] for one in front.state()["slices"]})
             split = [nodes.index(one) for one in slices]
@@ -151,10 +167,15 @@ def throughput(front: Front, rounds: int, folder: Path) -> dict[str, Any]:
                 found["front"].append(rate)
                 found["servers"].append(alone)
                 splits.append([split.count(i) for i in range(3)])
+                for name, of in pids.items():
+                    spent_s[name] += cpu_s(of) - began_s[name]
     ratios = [a / b for a, b in zip(found["front"], found["servers"], strict=True)]
     return {
         "requests": 120, "at_once": 24, "tokens": _TOKENS, "splits": splits,
         "tokens_per_s": found, "front_of_servers": ratios, "median": median(ratios),
+        "cpu_us_per_token": {
+            name: spent / (rounds * 120 * _TOKENS) * 1e6 for name, spent in spent_s.items()
+        },
     }  # fmt: skip
 
 
@@ -184,18 +205,17 @@ async def ask(url: str, models: list[str], at_once: int) -> list[str]:
 
 def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
     """Count loads: a request whose model is in no pool causes one."""
-    chance = random.Random(0)
     names = [f"{MODELS[i % 4]}-{i}" for i in range(24)]
-    weights = [1.0 / rank for rank in range(1, 25)]
+    warm, counted = catalogue_requests(names, runs, 0)
     with Front(
         machines.address, directory=folder / "pool", catalog=catalogue_file(folder), pool="8MiB"
     ) as front:
         front.wait_nodes(3, 300)
         every = asyncio.run(ask(front.url, names, 4))
-        asyncio.run(ask(front.url, chance.choices(names, weights, k=runs), 4))
+        asyncio.run(ask(front.url, warm, 4))
         state = front.state()
         before = state["counters"]["model_loads"]
-        asked = asyncio.run(ask(front.url, chance.choices(names, weights, k=2 * runs), 4))
+        asked = asyncio.run(ask(front.url, counted, 4))
         loads = front.state()["counters"]["model_loads"] - before
         # The second pool that keeps it gets it from the first one.
         entry = {"id": "pinned", "path": str(SPECIALISTS / MODELS[0]), "pinned": True}
@@ -318,7 +338,7 @@ def on_ray(parts: list[str], runs: int, kinds: list[str] | None) -> dict[str, An
             if "latency" in parts:
                 found["latency"] = latency(front, 2 * runs, folder / "alone")
             if "throughput" in parts:
-                found["throughput"] = throughput(front, max(1, runs // 5), folder)
+                found["throughput"] = throughput(machines, front, max(1, runs // 5), folder)
             if "faults" in parts:
                 found["faults"] = faults(machines, front, runs, kinds)
     return found

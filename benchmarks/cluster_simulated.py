@@ -1,17 +1,18 @@
 """A fleet of 1,000 simulated nodes: how long decisions take, and how many answers are in time.
 
-python benchmarks/cluster_simulated.py [--part decisions|load] [--out FILE]
+python benchmarks/cluster_simulated.py [--part decisions|load|catalogue] [--out FILE]
 
 `decisions`: what the policy takes for a request, while nodes report and requests end. `load`: what
 share of first tokens is in time at a load that 0.8 of the nodes hold, while nodes are lost.
-`cluster.py` has these parts too.
+`cluster.py` has these parts too. `catalogue`: the requests of that part there, to simulated nodes,
+and others by the same law.
 """
 
 import argparse
 import random
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from report import report
@@ -99,12 +100,63 @@ def held_load(nodes: int = 1000, seconds: float = 24.0) -> dict[str, Any]:
     return {"fewer_nodes": tried, "all_nodes": in_time(nodes, rate, seconds, 20)}
 
 
+_SIZES = (1_261_568, 1_191_936, 1_642_496, 1_196_032)
+"""Bytes of the specialists' weights."""
+_ANSWER_S, _LOAD_S = 0.066, 0.04
+"""Medians of a live run."""
+_STEP_S = 0.005
+
+
+def catalogue_requests(names: list[str], runs: int, seed: int) -> tuple[list[str], list[str]]:
+    """Return models by Zipf's law: those that warm up, and those that count."""
+    chance = random.Random(seed)
+    weights = [1.0 / rank for rank in range(1, len(names) + 1)]
+    return chance.choices(names, weights, k=runs), chance.choices(names, weights, k=2 * runs)
+
+
+def found_in_a_pool(runs: int, seed: int) -> dict[str, float]:
+    """Send a live run's requests, four at a time. `most`: the share of any rule that loads what is
+    asked for: the 17 most popular models stay, and one slot is for the rest."""
+    specs = [spec(f"m{i}", _SIZES[i % 4]) for i in range(24)]
+    world = FleetWorld(specs, 3, 8 << 20, seed, 2e-3, answer_s=_ANSWER_S, load_s=_LOAD_S)
+    names = [one.id for one in specs]
+    warm, asked = catalogue_requests(names, runs, seed)
+    todo, first, loads_before = [*names, *warm, *asked], len(names) + len(warm), 0
+    before, reported = dict[str, set[str]](), 0.0
+    for number, model in enumerate(todo):
+        while world.running == 4 or (number == first and world.running):
+            world.run_until(world.now + _STEP_S)
+            held = {name: set(node.pool) for name, node in world.nodes.items()}
+            due = world.now - reported >= 0.5
+            reported = world.now if due else reported
+            for name in (one for one in held if due or held[one] != before.get(one)):
+                world.at(world.now, name)
+            before = held
+        if number == first:
+            loads_before = world.loads
+        world.arrive(f"r{number}", model, 12)
+    rare = [one for one in asked if one not in names[:17]]
+    changes = sum(a != b for a, b in zip(rare, ["", *rare], strict=False))
+    loads = world.loads - loads_before
+    return {"found": 1.0 - loads / len(asked), "most": 1.0 - changes / len(asked)}
+
+
+def catalogue(runs: int = 800) -> dict[str, Any]:
+    """Simulate the live run's requests (seed 0), and those of ten other seeds."""
+    others = [found_in_a_pool(runs, seed) for seed in range(10, 20)]
+    return {
+        "requests": 2 * runs, "live_run": found_in_a_pool(runs, 0),
+        "others": {key: fmean(one[key] for one in others) for key in ("found", "most")},
+        "least_of_others": min(one["found"] for one in others),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("decisions", "load"), action="append")
+    parser.add_argument("--part", choices=("decisions", "load", "catalogue"), action="append")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    parts = {"decisions": decisions, "load": held_load}
+    parts = {"decisions": decisions, "load": held_load, "catalogue": catalogue}
     report({one: parts[one]() for one in args.part or parts}, args.out)
 
 

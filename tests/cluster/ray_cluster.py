@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import socket
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
@@ -36,22 +38,32 @@ def patiently(start: Callable[[], Any]) -> Any:
 class Machines:
     """A Ray cluster whose raylets stand for machines. Started by `with`."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, joined: bool = True, redis: str = "") -> None:
+        """`joined`: this process is a member too, for what asks the agents. `redis`: the address of
+        the Redis that the head keeps its state in."""
         os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
         self._count = count
+        self._joined, self._redis = joined, redis
         self._cluster: Any = None
         self._orphans: list[int] | None = None
         """The nodes, when there is no head any more to ask."""
 
     def __enter__(self) -> Self:
         args = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        if self._redis:
+            os.environ["RAY_REDIS_ADDRESS"] = self._redis
         self._cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=args))
         for _ in range(self._count - 1):
             self.add()
-        ray.init(address=self.address, namespace=NAMESPACE, log_to_driver=False)
+        if self._joined:
+            ray.init(address=self.address, namespace=NAMESPACE, log_to_driver=False)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._joined:
+            kill_all(one for node in self._cluster.list_all_nodes() for one in self._under(node))
+            os.environ.pop("RAY_REDIS_ADDRESS", None)
+            return
         for pid in self._orphans if self._orphans is not None else self._pids():
             kill_group(pid)
         ray.shutdown()
@@ -112,6 +124,24 @@ class Machines:
         ray.shutdown()
         self._cluster.head_node.kill_gcs_server()
 
+    def kill_head(self) -> None:
+        """Kill the GCS, and the head's raylet with everything under it, at once."""
+        [service] = self._cluster.head_node.all_processes["gcs_server"]
+        kill_all([psutil.Process(service.process.pid), *self._under(self._cluster.head_node)])
+
+    def start_head_service(self) -> None:
+        """Start the GCS again, at the same address: it finds its state in Redis."""
+        self._cluster.head_node.kill_gcs_server(check_alive=False)  # it forgets the dead one
+        self._cluster.head_node.start_gcs_server()
+
+    def _under(self, node: Any) -> list[psutil.Process]:
+        """Return a machine's raylet and all processes under it."""
+        found: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            raylet = psutil.Process(self._raylet_pid(node))
+            found += [raylet, *raylet.children(recursive=True)]
+        return found
+
     def agent(self, state: AgentState) -> Any:
         [name] = [
             one for one in agents_of(ray) if state.name.endswith(one[:6])
@@ -130,6 +160,37 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+
+
+class Redis:
+    """A Redis server with an empty database. Started by `with`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        port = self.address.rpartition(":")[2]
+        self._process = subprocess.Popen(
+            ["redis-server", "--port", port, "--bind", "127.0.0.1", "--save", "", "--dir",
+             str(self._directory)], stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        wait_until(self._answers, 60, "Redis answers")
+        return self
+
+    def _answers(self) -> bool:
+        host, _, port = self.address.rpartition(":")
+        with suppress(OSError), socket.create_connection((host, int(port)), 1.0):
+            return True
+        return False
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
 
 
 class Front(ServerProcess):

@@ -26,6 +26,8 @@ from c2cserve.runtime.gateway import Gateway, Refused
 log = logging.getLogger(__name__)
 
 _REPORT_S = 0.5
+_CHANGED_S = 0.05
+"""A change of the pool waits so long for its report. Fronts send requests by what pools hold."""
 _FRONT_TIMEOUT_S = 10.0
 """A front that is silent for longer is gone, and its jobs are cancelled. Nothing waits for that, so
 it is longer than a front's own patience."""
@@ -53,6 +55,11 @@ class NodeWeights(Protocol):
         ...
 
     @property
+    def pool_changes(self) -> int:
+        """Loads that were begun and evictions, so far."""
+        ...
+
+    @property
     def counters(self) -> Mapping[str, float]: ...
 
 
@@ -73,6 +80,8 @@ class NodePort:
         """Numbers of jobs."""
         self._server: asyncio.Server | None = None
         self._reporting: asyncio.TimerHandle | None = None
+        self._reported_s = float("-inf")
+        self._reported_changes = 0
 
     async def listen(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -80,11 +89,14 @@ class NodePort:
         self._report()
 
     def _report(self) -> None:
-        if self.fronts:
-            report = self.report()
-            for front in list(self.fronts):
-                front.send(report)
-        self._reporting = asyncio.get_running_loop().call_later(_REPORT_S, self._report)
+        now, changes = time.monotonic(), self.weights.pool_changes
+        if now - self._reported_s >= _REPORT_S or changes != self._reported_changes:
+            self._reported_s, self._reported_changes = now, changes
+            if self.fronts:
+                report = self.report()
+                for front in list(self.fronts):
+                    front.send(report)
+        self._reporting = asyncio.get_running_loop().call_later(_CHANGED_S, self._report)
 
     def report(self) -> msg.Report:
         """Return the state, without models that are neither in the pool nor asked for."""
@@ -194,7 +206,7 @@ class _Front(Peer):
         try:
             async with aclosing(self._port.gateway.submit(self._own(job, age_s))) as deltas:
                 async for delta in deltas:
-                    self.send(msg.Output(replace(delta, request_id=request_id)))
+                    self.send(msg.Output(delta.renamed(request_id)))
         except Refused as refused:
             self.send(
                 msg.Decline(request_id, refused.status, refused.reason, refused.retry_after_s)

@@ -134,6 +134,7 @@ class PlayedWeights:
     port = 7
 
     def __init__(self) -> None:
+        self.pool_changes = 0
         self.sources: list[Source] = []
         self.counters = {"fetched_models": 1.0}
 

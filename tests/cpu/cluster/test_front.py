@@ -1,14 +1,17 @@
 """A front over nodes that are played: no token is lost or repeated, whatever nodes do."""
 
 import asyncio
+import socket
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from played_nodes import PlayedFront, PlayedNode, answer, counters, nodes_up
 
 from c2cserve.cluster import messages as msg
+from c2cserve.cluster import port
 from c2cserve.core.fleet import FleetNode
-from c2cserve.core.request import Delta, FinishReason, TokenLogprob
+from c2cserve.core.request import Delta, FinishReason, Timing, TokenLogprob
 from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.runtime.gateway import Refused
 from c2cserve.runtime.record import Record
@@ -65,6 +68,25 @@ async def test_a_silent_node_is_lost_and_what_it_says_later_is_ignored() -> None
         assert await run == answer(job.tokens, 60)
         assert len(front.on(job)) == 2
         assert sent, "the node had gone on"
+
+
+async def test_a_cut_node_is_said_to_be_silent_until_its_machine_answers() -> None:
+    """Packets vanish: new connections get no answer. A dead server's machine refuses them."""
+    [node] = nodes(1)
+    async with PlayedFront(node, timeout_s=1.0) as front:
+        assert node.port is not None
+        assert node.port._server is not None
+        [connection] = node.port.fronts
+        assert connection._transport is not None
+        connection._transport.write = lambda _: None  # type: ignore[method-assign]
+        node.port._server.close()
+        full = socket.create_server(("127.0.0.1", node.address.port), backlog=0)
+        with socket.create_connection(full.getsockname()), full:  # the next ones get no answer
+            await front.until(lambda: not nodes_up(front))
+            for _ in range(20):
+                assert front.gateway.snapshot().nodes == {"n0": "no sign of life for 1 s"}
+                await asyncio.sleep(0.1)
+        await front.until(lambda: "cannot connect" in front.gateway.snapshot().nodes["n0"])
 
 
 async def test_a_node_without_slices_keeps_no_requests() -> None:
@@ -239,6 +261,20 @@ async def test_a_node_without_the_model_is_told_who_has_it() -> None:
         assert not first.weights.sources
 
 
+async def test_a_change_of_a_pool_is_reported_before_the_next_report_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was evicted is not asked for there."""
+    [node] = nodes(1)
+    async with PlayedFront(node) as front:
+        monkeypatch.setattr(port, "_REPORT_S", 1000.0)
+        book = front.gateway._policy._nodes["n0.1"]
+        await front.until(lambda: book.held == {"a", "b"})
+        node.engine.held_models = ("b",)
+        node.weights.pool_changes += 1
+        await front.until(lambda: book.held == {"b"})
+
+
 async def test_a_model_of_this_front_alone_does_not_exist() -> None:
     """Another front started the nodes, with another catalogue."""
     async with PlayedFront(*nodes(2)) as front:
@@ -287,6 +323,15 @@ async def test_the_front_s_record_replays(tmp_path: Path) -> None:
     result = replay(tmp_path / "record")
     assert result.equal
     assert result.streams[0].actions >= 5
+
+
+def test_a_renamed_delta_says_the_same() -> None:
+    logprob = TokenLogprob(-1.0, ())
+    timing = Timing("cpu0", False, 1.0, 2.0, 3.0, 4.0)
+    delta = Delta("a", (1,), (logprob,), (logprob,), FinishReason.ERROR, 5, timing, "broken")
+    assert delta.renamed("b") == replace(delta, request_id="b")
+    default = Delta("")
+    assert all(getattr(delta, f.name) != getattr(default, f.name) for f in fields(Delta))
 
 
 def test_messages_survive_the_way() -> None:

@@ -45,9 +45,11 @@ class FleetWorld:
 
     def __init__(
         self, models: list[ModelSpec], nodes: int, pool: int, seed: int = 0,
-        prompt_token_s: float = PROMPT_TOKEN_S,
+        prompt_token_s: float = PROMPT_TOKEN_S, answer_s: float = 1.0, load_s: float = 0.0,
     ) -> None:  # fmt: skip
+        """`answer_s`: an answer after its first token. `load_s`: a load beside its bytes."""
         self._prompt_token_s = prompt_token_s
+        self._answer_s, self._load_s = answer_s, load_s
         self._running: set[str] = set()
         self.policy = FleetPolicy()
         self.random = random.Random(seed)
@@ -58,7 +60,7 @@ class FleetWorld:
         self.begun_s: dict[str, float] = {}
         self.refused: dict[str, int] = {}
         self.ended: set[str] = set()
-        self.hits = self.misses = 0
+        self.hits = self.misses = self.loads = 0
         self.held: list[tuple[str, str]] = []
         self.ticks_s: list[float] = []
         self.stream: list[tuple[float, list[fleet.FleetEvent], list[fleet.FleetAction]]] = []
@@ -86,6 +88,10 @@ class FleetWorld:
     ) -> None:
         self.requests[name] = Request(name, model, tokens, 50, self.now, SLO, hashes)
         self.tell(ev.Arrived(self.requests[name]))
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
 
     def at(self, when_s: float, what: fleet.FleetEvent | _Usable | str) -> None:
         self._number += 1
@@ -168,7 +174,7 @@ class FleetWorld:
         node.prompts_until_s = begin_s + prompt_s / 4
         first_s = begin_s + prompt_s
         self.at(first_s, ev.FirstToken(request.id, first_s - request.arrival_s))
-        self.at(first_s + 1.0, ev.Finished(request.id, request.max_new_tokens))
+        self.at(first_s + self._answer_s, ev.Finished(request.id, request.max_new_tokens))
 
     def _load(self, node: _Node, model: str) -> float:
         """Return when the model can compute there; those used least often make room."""
@@ -185,7 +191,8 @@ class FleetWorld:
                     break
                 del node.pool[victim]
                 used -= self.models[victim].weight_bytes
-            node.pool[model] = self.now + spec.weight_bytes / LOAD_BYTES_PER_S
+            self.loads += 1
+            node.pool[model] = self.now + self._load_s + spec.weight_bytes / LOAD_BYTES_PER_S
         uses.note(self.now)
         return node.pool[model]
 

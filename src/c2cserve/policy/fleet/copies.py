@@ -8,6 +8,7 @@ from c2cserve.core.fleet import Hold
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.fleet.nodes import rank
 from c2cserve.policy.fleet.placement import FleetPlacement
+from c2cserve.policy.fleet.pools import load_cost_s
 
 _CHECK_S = 0.1
 _CHECKED_MAX = 4
@@ -95,7 +96,7 @@ class Copies:
         busy = min((book.load for book in holders), default=float("inf"))
         displacement_s = self.placement.pools.displacement_s(node, spec, now)
         # A hot model's copy must relieve its nodes, and displaces only what is clearly rarer.
-        if displacement_s > _CLEAR * node.loads.of(spec) or node.load > busy / 2.0:
+        if displacement_s > _CLEAR * load_cost_s(node, spec) or node.load > busy / 2.0:
             return
         source = self.placement.source(spec.id, node)
         self.placement.pools.hold(node, spec, now)

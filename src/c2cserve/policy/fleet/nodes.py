@@ -7,17 +7,13 @@ from zlib import crc32
 from c2cserve.core.fleet import FleetNode, NodeReport
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
-from c2cserve.policy.uses import LOAD_BYTES_PER_S, Uses, note_use
+from c2cserve.policy.fleet.load_time import LoadTime
+from c2cserve.policy.uses import Uses, note_use
 
 PROMPT_TOKEN_S = 1e-4
 """What a prompt token is believed to cost until a node has answered."""
 _LEARNING = 0.2
 """Weight of the newest sample."""
-_SEEN_LATE_S = 1.0
-"""A load that took less may have ended long before the report that said so: reports come twice a
-second. So it shows only that a node is not slower."""
-_LOAD_S = 0.2
-"""What a load is believed to take beside its bytes."""
 _RECENT_S = 300.0
 """Models that were sent requests within this time come back when their last node is lost."""
 
@@ -26,26 +22,6 @@ def rank(model: str, node_id: str) -> int:
     """Return the node's place in the model's own order of nodes, the lowest first. All fronts
     agree on it, and the loss of a node moves its models only (rendezvous hashing)."""
     return crc32(f"{model}/{node_id}".encode())
-
-
-@dataclass(slots=True)
-class LoadTime:
-    """How long loads take on nodes of one kind.
-
-    One node's loads are too few, and seen too late, to tell it from others. Differences that are
-    only noise would send all models to one node."""
-
-    bytes_per_s: float = LOAD_BYTES_PER_S
-    """Believed until they have loaded some."""
-
-    def of(self, spec: ModelSpec) -> float:
-        return _LOAD_S + spec.weight_bytes / max(1.0, self.bytes_per_s)
-
-    def learn(self, spec: ModelSpec, took_s: float) -> None:
-        if took_s > _LOAD_S:
-            rate = spec.weight_bytes / (took_s - _LOAD_S)
-            if took_s > _SEEN_LATE_S or rate > self.bytes_per_s:
-                self.bytes_per_s += _LEARNING * (rate - self.bytes_per_s)
 
 
 @dataclass(slots=True)
@@ -76,6 +52,8 @@ class NodeBook:
     """Model -> when its load is believed to have begun."""
     used_bytes: int = 0
     draining: bool = False
+    reported_s: float = float("-inf")
+    """When it reported last."""
     reported: int = 0
     """Requests of all fronts, as of the last report."""
     own_reported: int = 0
@@ -130,6 +108,7 @@ class NodeBook:
         self.held = set(report.held)
         asked = {m: since for m, since in self.loading.items() if now - since < 1.0}
         self._learn_loads(specs, now)
+        self.reported_s = now
         self.loading = {
             model: self.loading.get(model, now)
             for model in (*report.loading, *asked) if model not in self.held
@@ -144,9 +123,11 @@ class NodeBook:
             del self.uses[model]
 
     def _learn_loads(self, specs: Mapping[str, ModelSpec], now: float) -> None:
+        """A load that has ended did so since the report before: in the middle, on average."""
         for model, since_s in self.loading.items():
             if model in self.held and model in specs:
-                self.loads.learn(specs[model], now - since_s)
+                ended_s = (max(since_s, self.reported_s) + now) / 2.0
+                self.loads.learn(specs[model], ended_s - since_s)
 
     def may_pin(self, spec: ModelSpec) -> bool:
         """Whether the model fits beside the others that are pinned there."""

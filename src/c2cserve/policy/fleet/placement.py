@@ -137,15 +137,16 @@ class FleetPlacement:
 
     def newcomer(self, spec: ModelSpec, closed: Iterable[str], now: float) -> NodeBook | None:
         """Return where the model would be loaded at least cost: what waits there, the load, and
-        what it displaces. Equal ones are told apart by the model's own order."""
+        what it displaces. Of equal ones it is the one that displaces least, then the first in the
+        model's own order."""
         costs = [
             (round(book.newcomer_s(spec) / _EQUAL_S), rank(spec.id, book.node.id), book)
             for book in islice(self._open(spec, {*closed}), _SEARCHED_MAX)
         ]
 
-        def whole(cost: tuple[int, int, NodeBook]) -> tuple[int, int]:
+        def whole(cost: tuple[int, int, NodeBook]) -> tuple[int, float, int]:
             displacement_s = self.pools.displacement_s(cost[2], spec, now)
-            return cost[0] + round(displacement_s / _EQUAL_S), cost[1]
+            return cost[0] + round(displacement_s / _EQUAL_S), displacement_s, cost[1]
 
         cheapest = nsmallest(_COMPARED_MAX, costs, key=lambda cost: cost[:2])
         found = min(cheapest, key=whole, default=None)

@@ -9,7 +9,8 @@ from c2cserve.core.actions import Reject
 from c2cserve.core.model import ModelSpec, name_of
 from c2cserve.core.request import Request
 from c2cserve.policy.fleet.copies import Copies
-from c2cserve.policy.fleet.nodes import CachedPrefixes, LoadTime, NodeBook
+from c2cserve.policy.fleet.load_time import LoadTime
+from c2cserve.policy.fleet.nodes import CachedPrefixes, NodeBook
 from c2cserve.policy.fleet.placement import FleetPlacement, FleetSettings
 from c2cserve.policy.fleet.pools import Pools
 

@@ -10,6 +10,9 @@ from c2cserve.policy.uses import Uses, note_use
 
 _NO_ROOM_S = 10.0
 """What a node costs whose models are all in use: one of them must become idle first."""
+_LOAD_COST_S = 0.2
+"""What a load costs beside its own time: it takes the link and processors from what runs there. So
+pools keep what is asked for often where loads take no time worth waiting for, too."""
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ class Pools:
         return 1.0 / max(1e-3, now - self._began_s) if uses is None else uses.per_s(now)
 
     def displacement_s(self, book: NodeBook, spec: ModelSpec, now: float) -> float:
-        """Return what the new model costs others there, in seconds of waiting.
+        """Return what the new model costs others there, in seconds as `load_cost_s` counts them.
 
         A node evicts what is used least often, and that will be loaded again at its next request.
         If no node has the new model, one of the two is missing in any case. Then only the chance
@@ -97,8 +100,13 @@ class Pools:
             if len(self._holders[model]) == 1:
                 other = self.per_s(model, now)
                 chance = other / (other + rate) if rate else 1.0
-                cost_s += chance * book.loads.of(victim)
+                cost_s += chance * load_cost_s(book, victim)
             lacking -= victim.weight_bytes
             if lacking <= 0:
                 return cost_s
         return cost_s + _NO_ROOM_S
+
+
+def load_cost_s(book: NodeBook, spec: ModelSpec) -> float:
+    """Return what it costs to load a model there."""
+    return _LOAD_COST_S + book.loads.of(spec)

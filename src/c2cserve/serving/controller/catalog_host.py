@@ -137,6 +137,8 @@ class CatalogHost:
         self._pool = make_pool(listener)
         self._fingerprints: dict[str, bytes] = {}
         """The fingerprints of versions that were loaded."""
+        self.pool_changes = 0
+        """Loads and evictions so far."""
         self.fetch_from: Callable[[str, bytes], Fetch | None] = _from_nowhere
         """Catalogue id, fingerprint -> how to get weights from another pool, None if there is no
         other that is known to have them."""
@@ -241,6 +243,7 @@ class CatalogHost:
         try:
             fetch = self.fetch_from(model.spec.name, model.fingerprint)
             self._fingerprints[version] = model.fingerprint
+            self.pool_changes += 1
             self._pool.load(version, model.plan, model.sources, check, fetch)
         except PoolError as error:
             self._post(ModelFailed(version, str(error)))
@@ -287,6 +290,7 @@ class CatalogHost:
 
     def evict(self, model: str) -> None:
         self._fingerprints.pop(model, None)
+        self.pool_changes += 1
         self._pool.evict(model)
 
     def loaded_bytes(self, model: str) -> int:

@@ -123,8 +123,13 @@ class Members:
 
         try:
             await connect(address, make, self._timeout_s)
-        except (OSError, TimeoutError) as error:
+        except ConnectionError as error:
             self._note(name, f"cannot connect: {error}")
+        except OSError as error:
+            # Nothing comes back, as in a cut. That it was connected and fell silent says more.
+            if name not in self.unreachable:
+                why = str(error) or f"no answer within {self._timeout_s:g} s"
+                self._note(name, f"cannot connect: {why}")
         else:
             await lost.wait()
 

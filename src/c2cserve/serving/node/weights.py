@@ -35,6 +35,10 @@ class PoolWeights:
         return self._port.port
 
     @property
+    def pool_changes(self) -> int:
+        return self._models.pool_changes
+
+    @property
     def counters(self) -> Mapping[str, float]:
         return {name: float(count) for name, count in self._counters.items()}
 
