@@ -24,7 +24,7 @@ from c2cserve.sim import compiled
 from c2cserve.terminal.output import show_bytes
 
 _LIBRARIES = (
-    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "fastapi", "uvicorn",
+    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "starlette", "uvicorn",
     "msgspec", "numpy",
 )  # fmt: skip
 _FILES_MIN = 4096
