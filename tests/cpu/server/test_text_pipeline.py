@@ -108,8 +108,11 @@ async def test_a_process_that_ends_takes_one_request_with_it(
     assert await tokenized(pool, files, "a")
 
 
-async def test_the_second_process_is_not_started_before_it_is_of_use(byte_dir: Path) -> None:
+async def test_the_second_process_is_not_started_before_it_is_of_use(
+    byte_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would take processor time from the first answer of a server."""
+    monkeypatch.setattr("c2cserve.server.text.pool._ANOTHER_S", 600.0)
     pool = TextPool(TextSettings(processes=2), 8)
     pool.start()
     files = files_of(byte_dir, "m")
