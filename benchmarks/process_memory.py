@@ -12,7 +12,7 @@ _FLAGS, _FORKED_NO_EXEC = 6, 0x40
 _PROGRAMS = {
     b"c2cserve.server.text.process": "text process",
     b"c2cserve.serving.controller.tokenizer_probe": "tokenizer probe",
-    b"worker": "fork server",
+    b"c2cserve.serving.worker.process": "fork server",
 }
 """An argument of a command line -> the kind of process."""
 

@@ -76,7 +76,7 @@ class Hook:
     def __init__(self, folder: Path) -> None:
         argv = " ".join(sys.orig_argv)
         self._process = "server"
-        for name, sign in (("worker", "cli.main worker"), ("text", "server.text.process")):
+        for name, sign in (("worker", "serving.worker.process"), ("text", "server.text.process")):
             if sign in argv:
                 self._process = name
         with (folder / "on").open("r+b") as file:

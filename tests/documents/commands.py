@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from c2cserve.cli.main import COMMANDS, commands
+from c2cserve.cli.commands import COMMANDS, commands
 from documents import ROOT
 from documents.pages import Line, Page
 

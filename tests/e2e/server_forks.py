@@ -23,7 +23,7 @@ from c2cserve.cli import main
 from c2cserve.runtime.environment import child_environment
 from c2cserve.serving.ipc.forks import Adopted, Child, ForkServer
 from c2cserve.serving.ipc.worker_forks import FORK_SERVER, FORK_SERVERS, ONE_THREAD
-from c2cserve.serving.worker.process import fork_on_request
+from c2cserve.serving.worker.process import fork_on_request, worker
 
 _IMPORTED = (
     "c2cserve.cli.serve",
@@ -67,7 +67,7 @@ class ServerForks:
     def __init__(self) -> None:
         self._environment = dict(os.environ)
         # The arguments at the end are those by which tests know a fork server of workers.
-        command = (sys.executable, __file__, "c2cserve.cli.main", "worker")
+        command = (sys.executable, __file__, "c2cserve.serving.worker.process")
         self._server = ForkServer(command, {**self._environment, **ONE_THREAD})
         atexit.register(self._server.close)
 
@@ -110,8 +110,8 @@ class _ForkedForkServer(ForkServer):
         os.dup2(its.fileno(), 0)
         its.close()
         _set_environment(environment)
-        main.app(["worker"])
-        raise AssertionError("the command has ended without an exit status")
+        worker()
+        raise AssertionError("the fork server has returned")
 
 
 def _set_environment(variables: Mapping[str, str]) -> None:

@@ -180,7 +180,7 @@ class ServerProcess:
 
     def fork_server_pid(self) -> int:
         """The process of which workers are forks; all slices are up."""
-        command = b"c2cserve.cli.main\0worker\0"
+        command = b"c2cserve.serving.worker.process\0"
         found = set(self.children()) - set(self.worker_pids())
         [pid] = [
             one for one in found if Path(f"/proc/{one}/cmdline").read_bytes().endswith(command)

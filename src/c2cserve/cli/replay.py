@@ -1,6 +1,8 @@
 """`c2cserve replay`: do the policies decide from a recorded run's events what they decided then?"""
 
+import contextlib
 import json
+import socket
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from c2cserve.runtime.replay import Difference, ReplayResult
 
 
-_PORT = 8001
+_HOST, _PORT = "127.0.0.1", 8001
 
 
 def replay(
@@ -31,9 +33,7 @@ def replay(
     if dashboard and as_json:
         raise CliError("--json: no effect with --dashboard", 2)
     if dashboard:
-        from c2cserve.cli.replay_dashboard import show_record
-
-        show_record(record, _PORT if port is None else port)
+        _show_record(record, _PORT if port is None else port)
         return
     if port is not None:
         raise CliError("--port: no effect without --dashboard", 2)
@@ -88,3 +88,35 @@ def _show_difference(stream: str, difference: "Difference") -> None:
 
 def _action(actions: list[Any], position: int) -> str:
     return json.dumps(actions[position]) if position < len(actions) else "nothing"
+
+
+def _show_record(record: Path, port: int) -> None:
+    """Serve the dashboard over a record, for this machine, until ctrl-C. Raises CliError."""
+    import uvicorn
+
+    from c2cserve.runtime.replay import RecordError
+    from c2cserve.server.dashboard.playback import ReplayRoutes, find_span
+
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((_HOST, port))
+        except OSError as error:
+            raise CliError(
+                f"cannot listen on {_HOST}:{port}: {error.strerror}; choose another with --port"
+            ) from error
+        try:
+            span = find_span(record)
+        except OSError as error:
+            raise CliError(f"{record}: cannot be read: {error.strerror}") from error
+        except RecordError as error:
+            raise CliError(str(error)) from error
+        url = f"http://{_HOST}:{listener.getsockname()[1]}/dashboard"
+        seconds = span.end_s - span.begin_s
+        console().print(f"{record}: {seconds:.1f} s; look at {url} (ctrl-C ends)", soft_wrap=True)
+        config = uvicorn.Config(
+            ReplayRoutes(record, span).app(), log_level="warning", access_log=False, ws="none",
+            proxy_headers=False, timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run([listener])

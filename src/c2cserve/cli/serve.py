@@ -24,7 +24,6 @@ from c2cserve.server.settings import (
 )
 from c2cserve.server.tls import TlsError
 from c2cserve.serving.controller.fleet import FleetSettings
-from c2cserve.serving.front.server import FrontServer
 from c2cserve.serving.key_secrecy import choose_admin_key, hide_keys
 from c2cserve.serving.live_server import LiveServer, LiveSettings
 from c2cserve.serving.logs import setup_logging
@@ -134,6 +133,8 @@ def _serve(
     with _listen(settings.host, settings.port) as listener:
         server = LiveServer(settings, catalog, tls, gate, signals)
         if (address := cluster.cluster) is not None:
+            from c2cserve.serving.front.server import FrontServer  # a server of its own needs none
+
             timeout_s = cluster.node_timeout
             server = FrontServer(address, timeout_s, settings, catalog, tls, gate, signals)
         reason = uvloop.run(server.run(listener))

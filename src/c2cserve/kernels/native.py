@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import struct
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_long, c_void_p
 from pathlib import Path
 
@@ -84,13 +85,22 @@ class KernelsMissing(RuntimeError):
     """The native kernels are not built."""
 
 
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return the instruction-set flags of this machine, as Linux names them."""
+def _cpu_words(keys: Sequence[str], cpuinfo: Path) -> frozenset[str]:
     for line in cpuinfo.read_text().splitlines():
         key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
+        if key.strip() in keys:
             return frozenset(value.split())
     return frozenset()
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Return the instruction-set flags of this machine, as Linux names them."""
+    return _cpu_words(("flags", "Features"), cpuinfo)
+
+
+def is_intel(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this is an Intel CPU."""
+    return "GenuineIntel" in _cpu_words(("vendor_id",), cpuinfo)
 
 
 def request_tiles() -> int:
@@ -121,16 +131,17 @@ def has_tiles() -> bool:
     return cpu_flags() >= _TILES
 
 
-def best_isa(flags: frozenset[str], cap: str | None = None) -> str:
+def best_isa(flags: frozenset[str], cap: str | None = None, *, intel: bool = False) -> str:
     """Return the best variant that these flags allow, no better than `cap` (C2CSERVE_CPU_ISA).
 
     Without a cap, a CPU with tiles uses AVX-512. With tiles prompts are two to four times as fast
-    there, and decoding is half as fast (docs/cpu_kernels.md)."""
+    there, and decoding is half as fast. So does any CPU of Intel's: its bf16 dot products take
+    longer than the float32 multiply-adds that they replace (docs/cpu_kernels.md)."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return "generic"
     if cap is not None and cap not in ISAS:
         raise ValueError(f"C2CSERVE_CPU_ISA is {cap!r}; it can be one of {', '.join(ISAS)}")
-    if cap is None and flags >= _TILES:
+    if cap is None and (intel or flags >= _TILES):
         cap = "avx512"
     allowed = ISAS[ISAS.index(cap) :] if cap else ISAS
     return next(isa for isa in allowed if _NEEDS[isa] <= flags)
@@ -161,7 +172,8 @@ def chosen_isa() -> str:
     """Return the variant that this process uses. The system is asked for tiles only where
     C2CSERVE_CPU_ISA is "amx": nothing else uses them."""
     cap = os.environ.get("C2CSERVE_CPU_ISA") or None
-    return best_isa(usable_flags() if cap == "amx" else cpu_flags(), cap)
+    flags = usable_flags() if cap == "amx" else cpu_flags()
+    return best_isa(flags, cap, intel=is_intel())
 
 
 def convert(target: int, target_dtype: Dtype, source: int, source_dtype: Dtype, n: int) -> None:

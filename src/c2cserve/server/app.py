@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -33,7 +33,6 @@ from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.model_names import unknown_model
-from c2cserve.server.openapi.document import describe
 from c2cserve.server.pages.docs import DOCS_ROUTES
 from c2cserve.server.prepare import (
     PROMPT_FIELDS,
@@ -63,7 +62,7 @@ _RELOADS_MAX = 8
 def create_app(
     gateway: Gateway, settings: ServerSettings, connections: Connections | None = None,
     gate: Gate | None = None, *, tls: Tls | None = None, tap: TickTap | None = None,
-) -> FastAPI:  # fmt: skip
+) -> Starlette:  # fmt: skip
     """Return the application, which owns its text processes from its start to its end (ASGI's
     lifespan). `connections`, `tls`: shown in its metrics. `gate`: closed at the end; without one,
     only the settings' API keys are accepted. `tap`: what the dashboard shows of the controller."""
@@ -71,16 +70,14 @@ def create_app(
     texts = TextPool(settings.text, settings.vocabularies)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
         texts.start()
         yield
         await texts.close()
         await asyncio.to_thread(gate.close)
 
-    app = FastAPI(
-        title="c2cserve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None,
-        redirect_slashes=False, lifespan=lifespan,
-    )  # fmt: skip
+    app = Starlette(lifespan=lifespan)
+    app.router.redirect_slashes = False
     app.state.texts = texts
     metrics = Metrics(gateway, texts, connections, gate)
     if tls is not None:
@@ -374,8 +371,14 @@ class _Routes:
     async def _description(self, http: HttpRequest) -> Response:
         if self._described is None:
             routes = [(method, path, role) for method, path, _, role in self.table()]
-            self._described = await asyncio.to_thread(lambda: describe(__version__, routes))
+            self._described = await asyncio.to_thread(_describe, routes)
         return _json(self._described)
+
+
+def _describe(routes: list[tuple[str, str, str]]) -> dict[str, Any]:
+    from c2cserve.server.openapi.document import describe  # large, and rarely asked for
+
+    return describe(__version__, routes)
 
 
 def _entry(body: bytes) -> dict[str, Any]:

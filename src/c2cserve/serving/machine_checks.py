@@ -24,7 +24,7 @@ from c2cserve.sim import compiled
 from c2cserve.terminal.output import show_bytes
 
 _LIBRARIES = (
-    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "fastapi", "uvicorn",
+    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "starlette", "uvicorn",
     "msgspec", "numpy",
 )  # fmt: skip
 _FILES_MIN = 4096
@@ -153,6 +153,8 @@ def check_kernels() -> Iterator[Finding]:
         text += "; AMX tiles are not used: the system refuses them to this process"
     elif not asked and native.has_tiles():
         text += "; with C2CSERVE_CPU_ISA=amx prompts are faster and decoding slower"
+    elif not asked and "avx512_bf16" in native.cpu_flags() and isa == "avx512":
+        text += "; this CPU's bf16 instructions are slower than that"
     yield Finding(Level.OK, "kernels", text)
 
 

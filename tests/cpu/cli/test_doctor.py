@@ -112,6 +112,8 @@ def test_kernels_here() -> None:
         ({"amx_tile", "amx_bf16"}, None, "avx512", "with C2CSERVE_CPU_ISA=amx prompts"),
         ({"amx_tile", "amx_bf16"}, "amx", "avx512_bf16", "the system refuses them"),
         ({"amx_tile", "amx_bf16"}, "amx", "amx", "as asked for"),
+        ({"avx512_bf16"}, None, "avx512", "this CPU's bf16 instructions are slower"),
+        ({"avx512_bf16"}, "avx512", "avx512", "as asked for"),
     ],
 )
 def test_why_a_level_is_used_is_said(

@@ -12,7 +12,8 @@ import pytest
 from documents import ROOT
 
 from c2cserve.bench.specialists import reason_of
-from c2cserve.cli.main import COMMANDS, app
+from c2cserve.cli.commands import COMMANDS
+from c2cserve.cli.main import app
 from c2cserve.serving import startup
 from c2cserve.terminal.output import CliError
 
@@ -142,11 +143,12 @@ def test_a_demo_asks_something(option: tuple[str, str], capsys: pytest.CaptureFi
 
 
 def test_a_worker_is_not_for_people() -> None:
-    done = command_line("worker", stdin=subprocess.DEVNULL)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "c2cserve: a worker is started by `c2cserve serve`, which talks to it"
-    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "c2cserve.serving.worker.process"],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "a worker is started by `c2cserve serve`, which talks to it\n"
 
 
 # ---- Output that cannot be written --------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from c2cserve.cli.main import COMMANDS
+from c2cserve.cli.commands import COMMANDS
 from c2cserve.server.health_check import check
 
 ROOT = Path(__file__).parents[3]

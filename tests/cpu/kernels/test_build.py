@@ -39,6 +39,9 @@ def test_the_best_instruction_set_is_chosen_and_can_be_capped() -> None:
     assert native.best_isa(tiles, "amx") == "amx"
     assert native.best_isa(tiles, "avx512") == "avx512"
     assert native.best_isa(bf16) == "avx512_bf16"
+    assert native.best_isa(bf16, intel=True) == "avx512"
+    assert native.best_isa(bf16, "avx512_bf16", intel=True) == "avx512_bf16"
+    assert native.best_isa(avx2, intel=True) == "avx2"
     assert native.best_isa(tiles - {"avx512_bf16"}, "amx") == "avx512"
     assert native.best_isa(avx512) == "avx512"
     assert native.best_isa(avx512, "avx2") == "avx2"
@@ -47,6 +50,14 @@ def test_the_best_instruction_set_is_chosen_and_can_be_capped() -> None:
     assert native.best_isa(frozenset()) == "generic"
     with pytest.raises(ValueError, match="C2CSERVE_CPU_ISA is 'sse'"):
         native.best_isa(avx2, "sse")
+
+
+@pytest.mark.parametrize(("vendor", "intel"), [("GenuineIntel", True), ("AuthenticAMD", False)])
+def test_the_vendor_is_read(tmp_path: Path, vendor: str, *, intel: bool) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu avx2\n\n")
+    assert native.is_intel(file) is intel
+    assert native.cpu_flags(file) == {"fpu", "avx2"}
 
 
 @pytest.mark.parametrize("granted", [True, False])

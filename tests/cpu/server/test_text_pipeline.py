@@ -31,9 +31,13 @@ SLOW_OR_ENDLESS = (
 
 
 @pytest.fixture
-async def pool() -> AsyncGenerator[TextPool]:
+async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[TextPool]:
+    """All of its processes are started."""
+    monkeypatch.setattr("c2cserve.server.text.pool._ANOTHER_S", 0.0)
     made = TextPool(TextSettings(timeout_s=1.0), 8)
     made.start()
+    await asyncio.sleep(0.01)
+    assert len(made.pids) == 2
     yield made
     await made.close()
 
@@ -102,6 +106,35 @@ async def test_a_process_that_ends_takes_one_request_with_it(
     assert {one.status for one in failed if isinstance(one, ApiError)} <= {500}
     assert len(failed) <= 2, "one of each process at most"
     assert await tokenized(pool, files, "a")
+
+
+async def test_the_second_process_is_not_started_before_it_is_of_use(
+    byte_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take processor time from the first answer of a server."""
+    monkeypatch.setattr("c2cserve.server.text.pool._ANOTHER_S", 600.0)
+    pool = TextPool(TextSettings(processes=2), 8)
+    pool.start()
+    files = files_of(byte_dir, "m")
+    try:
+        assert await tokenized(pool, files, "a")
+        assert len(pool.pids) == 1, "one request at a time"
+        await asyncio.gather(*(tokenized(pool, files, "a") for _ in range(2)))
+        assert len(pool.pids) == 2, "the first one was busy"
+    finally:
+        await pool.close()
+
+
+async def test_the_second_process_is_started_soon(
+    byte_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("c2cserve.server.text.pool._ANOTHER_S", 0.01)
+    pool = TextPool(TextSettings(processes=2), 8)
+    pool.start()
+    async with asyncio.timeout(20):
+        while len(pool.pids) < 2:
+            await asyncio.sleep(0.01)
+    await pool.close()
 
 
 async def test_clients_that_leave_cost_no_process(pool: TextPool, byte_dir: Path) -> None:

@@ -247,10 +247,11 @@ async def test_models_with_equal_files_have_one_tokenizer(
 
 
 async def test_a_process_with_few_tokenizers_takes_the_next_one(
-    byte_dir: Path, tmp_path: Path, opened: list[OpenModel]
+    byte_dir: Path, tmp_path: Path, opened: list[OpenModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that follow one another do not all make the same process load: what fits all
     processes together is loaded once."""
+    monkeypatch.setattr("c2cserve.server.text.pool._ANOTHER_S", 0.0)
     pool = TextPool(TextSettings(processes=2, tokenizers=2), 64)
     pool.start()
     family = [

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 _WAIT_S = 30.0
 """Time that a request waits for a process before it gets 429."""
 _RETRY_S = 5.0
+_ANOTHER_S = 2.0
+"""How long after the first process the others are started, unless a request waits for one before.
+Their imports would otherwise delay the server's first answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +77,32 @@ class TextPool:
         self._settling: set[Claim] = set()
         """Those whose clients left, while a process still works for them."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._others: asyncio.TimerHandle | None = None
+        """Starts those processes that are not started yet."""
         self.killed: Counter[str] = Counter({"timeout": 0, "broken": 0, "cancelled": 0})
         """Reason -> processes that were replaced for it."""
 
     def start(self) -> None:
-        self._assigned = {self._process(): Assigned() for _ in range(self._settings.processes)}
+        self._assigned = {self._process(): Assigned()}
+        loop = asyncio.get_running_loop()
+        self._others = loop.call_later(_ANOTHER_S, self._start_others)
+
+    def _start_others(self) -> None:
+        """Start the processes that are not started yet."""
+        if self._others is not None:
+            self._others.cancel()
+            self._others = None
+            while len(self._assigned) < self._settings.processes:
+                self._assigned[self._process()] = Assigned()
 
     def _process(self) -> TextProcess:
         return TextProcess(self._settings, self._ended)
 
     async def close(self) -> None:
         """End all processes, without waiting for their present work."""
+        if self._others is not None:
+            self._others.cancel()
+            self._others = None
         processes, self._assigned = list(self._assigned), {}
         for one in self._waiting.values():
             one.lent.cancel()
@@ -245,6 +263,8 @@ class TextPool:
         for process in [one for one, assigned in self._assigned.items() if not assigned.claims]:
             if (lost := process.lost) is not None:
                 self._replace(process, lost)
+        if self._waiting and all(assigned.claims for assigned in self._assigned.values()):
+            self._start_others()
         kept: set[TextProcess] = set()
         refused: set[tuple[str, bool, bool]] = set()
         """Kinds of requests that no process was free for: it can only be fewer in this round."""

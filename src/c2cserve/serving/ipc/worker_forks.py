@@ -10,7 +10,7 @@ from c2cserve.serving.ipc.forks import ForkServer
 # The kernels bring their own thread pool; a library that spins up another one per worker would
 # fight it for the slice's cores.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-FORK_SERVER = (sys.executable, "-m", "c2cserve.cli.main", "worker")
+FORK_SERVER = (sys.executable, "-m", "c2cserve.serving.worker.process")
 
 
 def _start() -> ForkServer:

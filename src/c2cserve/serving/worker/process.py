@@ -1,4 +1,4 @@
-"""`c2cserve worker`: the fork server of `c2cserve serve`, and one slice's process."""
+"""The fork server of `c2cserve serve`, and one slice's process."""
 
 import errno
 import gc
@@ -23,6 +23,7 @@ from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.policy.slice.prefix_tier import PrefixTier
 from c2cserve.policy.slice.strategies import live_steps_in_flight
 from c2cserve.processes.parent_death import end_with_parent
+from c2cserve.processes.standard_streams import open_missing_streams
 from c2cserve.runtime.driver import run
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
@@ -34,7 +35,6 @@ from c2cserve.serving.ipc.status_page import StatusPage
 from c2cserve.serving.logs import setup_logging
 from c2cserve.serving.worker.shared_gpu_process import join_shared_process, open_shared_process
 from c2cserve.serving.worker.world import Quitting, WorkerWorld
-from c2cserve.terminal.output import CliError
 
 if TYPE_CHECKING:
     from c2cserve.serving.worker.engine_host import WorkerEngine
@@ -53,18 +53,17 @@ _NO_ENGINE = 3
 
 def worker() -> None:
     """Start workers until the server ends: each is a fork of this process, which has imported what
-    they need. The standard input is the other end of a `serving.ipc.forks.ForkServer`. Raises
-    CliError if a person has started it."""
+    they need. The standard input is the other end of a `serving.ipc.forks.ForkServer`."""
+    open_missing_streams()
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
-        raise CliError("a worker is started by `c2cserve serve`, which talks to it", 2)
+        sys.exit("a worker is started by `c2cserve serve`, which talks to it")
     server = os.getppid()
     _die_with(server)
     # This is the slow part of a worker's start. Nothing of it is garbage: collections would take a
-    # fifth more.
+    # fifth more, and one at the end a tenth.
     gc.disable()
     from c2cserve.serving.worker import engine_host as engine_host
 
-    gc.collect()
     gc.enable()
     gc.freeze()  # a collection writes to objects, and pages that are written to are not shared
     end = fork_on_request(socket.socket(fileno=os.dup(sys.stdin.fileno())))
@@ -269,3 +268,7 @@ def _measured(policy: SlicePolicy[Never]) -> Callable[[], Sequence[Measured]]:
         return [Measured(name, *one) for name, one in times if one is not None]
 
     return measured
+
+
+if __name__ == "__main__":
+    worker()
