@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, Fail, Fetch, Release, Return, RunStep, SliceAction
+from c2cserve.core.actions import Drop, Fail, Fetch, Return, RunStep, SliceAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -19,7 +19,7 @@ from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight, spare
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.faults import Faults, groups, set_apart
 from c2cserve.policy.slice.lanes import Lanes
-from c2cserve.policy.slice.slice_memory import SliceMemory
+from c2cserve.policy.slice.slice_memory import SliceMemory, with_kv_end
 from c2cserve.policy.slice.strategies import ExtraT, Lookahead, SliceStrategies, live_strategies
 
 
@@ -256,7 +256,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             self._wake_by(self._weights.wakeup)
         actions, self._actions = self._actions, []
         if any(isinstance(action, Fetch) for action in actions):
-            actions = _with_kv_end(actions, self.arena.end_bytes)
+            actions = with_kv_end(actions, self.arena.end_bytes)
         return actions
 
     def _stuck(self) -> bool:
@@ -390,15 +390,3 @@ class SlicePolicy(SliceMemory[ExtraT]):
         model.last_step = step.id
         self._actions.append(RunStep(step))
         return True
-
-
-def _with_kv_end(
-    actions: Sequence[SliceAction | ExtraT], kv_end_bytes: int
-) -> list[SliceAction | ExtraT]:
-    """Tell loads how far KV reaches once all that was decided with them is done. Weights that leave
-    do so first: some of that KV may have been promised their places."""
-    releases: list[SliceAction | ExtraT] = [one for one in actions if isinstance(one, Release)]
-    return releases + [
-        Fetch(action.model, kv_end_bytes) if isinstance(action, Fetch) else action
-        for action in actions if not isinstance(action, Release)
-    ]  # fmt: skip

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Generic
 
-from c2cserve.core.actions import Drop, Move, PrefixAction, SliceAction, Truncate
+from c2cserve.core.actions import (
+    Drop,
+    Fetch,
+    Move,
+    PrefixAction,
+    Release,
+    SliceAction,
+    Truncate,
+)
 from c2cserve.core.events import MoveDone, PrefixMoved
 from c2cserve.core.machine import Slice
 from c2cserve.core.request import BLOCK_TOKENS, blocks_of
@@ -245,3 +253,15 @@ class SliceMemory(Generic[ExtraT]):
             self._actions.append(Truncate(seq.request.id))
             seq.ended = True  # it may still wait for the end of a copy to the host
             self._leave(seq)
+
+
+def with_kv_end(
+    actions: Sequence[SliceAction | ExtraT], kv_end_bytes: int
+) -> list[SliceAction | ExtraT]:
+    """Tell loads how far KV reaches once all that was decided with them is done. Weights that leave
+    do so first: some of that KV may have been promised their places."""
+    releases: list[SliceAction | ExtraT] = [one for one in actions if isinstance(one, Release)]
+    return releases + [
+        Fetch(action.model, kv_end_bytes) if isinstance(action, Fetch) else action
+        for action in actions if not isinstance(action, Release)
+    ]  # fmt: skip

@@ -100,7 +100,7 @@ class FairDelivery:
         """Tenant -> its items, oldest first. The tenant whose turn it is comes first."""
         self._scheduled = False
         self.paced = False
-        """In an overload, clients that read slower than tokens come get several at a time."""
+        """Whether slow clients get several tokens at a time: in an overload."""
         self.delay_s = 0.0
         """How long an item took lately from the controller to its request."""
 

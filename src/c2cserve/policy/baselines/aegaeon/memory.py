@@ -32,8 +32,9 @@ class TurnsInPlace(WeightMemory):
     def opened(self, model: ActiveModel, spec: ModelSpec) -> None:
         self._turns.opened(model)
 
-    def deactivated(self, name: str) -> None:
-        self._turns.closed(name)
+    def ended(self, model: ActiveModel) -> Sequence[Release]:
+        self._turns.closed(model)
+        return ()
 
     def turn(
         self, candidates: Sequence[Candidate[str]], now: float, late_ran: bool
@@ -62,9 +63,9 @@ class TurnSwapping(WeightSwapping):
     def opened(self, model: ActiveModel, spec: ModelSpec) -> None:
         self._turns.opened(model)
 
-    def deactivated(self, name: str) -> None:
-        super().deactivated(name)
-        self._turns.closed(name)
+    def ended(self, model: ActiveModel) -> Sequence[Release]:
+        self._turns.closed(model)
+        return super().ended(model)
 
     def turn(
         self, candidates: Sequence[Candidate[str]], now: float, late_ran: bool

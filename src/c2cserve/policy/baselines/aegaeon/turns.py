@@ -66,9 +66,11 @@ class Turns:
     def opened(self, model: ActiveModel) -> None:
         self._models[model.name] = model
 
-    def closed(self, name: str) -> None:
-        self._models.pop(name, None)
-        self._blocked.pop(name, None)
+    def closed(self, model: ActiveModel) -> None:
+        """Forget a model, unless it is active again."""
+        if self._models.get(model.name) is model:
+            del self._models[model.name]
+            self._blocked.pop(model.name, None)
 
     def choose(self, able: Collection[str], now: float) -> str | None:
         """Return which of the models that are `able` to run has the next step."""
