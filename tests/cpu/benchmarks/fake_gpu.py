@@ -133,8 +133,9 @@ class PlainKernels:
         return torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0)], ids)
 
     @staticmethod
-    def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        return (y[places] * weights[..., None]).sum(1).to(y.dtype)
+    def combine(y: Tensor, places: Tensor, weights: Tensor, rows: int) -> Tensor:
+        combined = (y[places] * weights[..., None]).sum(1).to(y.dtype)
+        return torch.nn.functional.pad(combined, (0, 0, 0, rows - len(combined)))
 
     @staticmethod
     def attend(qkv: Tensor, layer: Layer, *_: object) -> Tensor:
