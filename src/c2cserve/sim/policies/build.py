@@ -13,6 +13,7 @@ from c2cserve.policy.baselines.presets import Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.policy.slice.strategies import SliceStrategies
 from c2cserve.sim.policies.lookahead import Lookahead
 
 SimulatedClusterPolicy = ClusterPolicy[BaselineClusterAction]
@@ -29,7 +30,7 @@ def slice_policy(
 ) -> SimulatedSlicePolicy:
     """Build one slice's policy. `lookahead`: decode steps that may be decided at once; 1: none.
     `in_flight`: steps at a time. `hybrid`: GEMMs have an alpha, which the preset may control."""
-    strategies = slice_strategies(slice_, preset)
+    strategies: SliceStrategies[BaselineSliceAction] = slice_strategies(slice_, preset)
     single = slice_.lanes == 1 and strategies.rotation is None and preset.turn != "quota"
     if lookahead > 1 and in_flight == 1 and single:
         by_headroom = preset.turn == "headroom"
