@@ -97,9 +97,12 @@ def test_another_process_takes_over(outputs: Outputs, table: str, when: str) -> 
     again = [held.again().result() if held.late else held for held in helds]
     assert any(held.late for held in helds) or when == "between"
     assert not any(mask.any() for mask, held in zip(results, helds[::-1], strict=True) if held.late)
-    masks = [outputs.begin([held]).result() for held in again]
-    assert (masks[0] == expected(table, ("[a-f]{1,9}", "abc"))).all()
-    assert (masks[1] == expected(table, ("g[a-z]*", "g"))).all()
+    for at, want in enumerate([("[a-f]{1,9}", "abc"), ("g[a-z]*", "g")]):
+        mask = outputs.begin([again[at]]).result()
+        if again[at].late:  # its last mask had come before the process ended
+            again[at] = again[at].again().result()
+            mask = outputs.begin([again[at]]).result()
+        assert (mask == expected(table, want)).all()
     assert not any(held.failure or held.strikes for held in again)
 
 
