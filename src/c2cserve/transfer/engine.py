@@ -98,7 +98,7 @@ class RelayServer:
         return library().c2c_relays_count(self._server)
 
     def close(self) -> None:
-        """Relay no more, and wait for what was launched. Nothing is called afterwards."""
+        """Relay no more, and wait for what has begun. Nothing is called afterwards."""
         library().c2c_relays_close(self._engine, self._server)
 
 

@@ -146,7 +146,7 @@ def export_memory(address: int, size: int) -> GpuMemory:
 
 
 def import_memory(gpu: int, memory: GpuMemory) -> int:
-    """Open memory of another process's GPU for kernels on `gpu`. Return the address of the
+    """Open memory of another process's GPU for copies by `gpu`. Return the address of the
     allocation, for `forget_memory`. Raises `CudaError`."""
     if len(memory.handle) != _HANDLE_BYTES:
         raise CudaError(f"a handle of memory has {_HANDLE_BYTES} bytes")
@@ -158,7 +158,7 @@ def import_memory(gpu: int, memory: GpuMemory) -> int:
 
 
 def forget_memory(gpu: int, address: int) -> None:
-    """Close what `import_memory` has returned. No kernel uses it. Raises `CudaError`."""
+    """Close what `import_memory` has returned. No copy uses it. Raises `CudaError`."""
     with use(gpu):
         checked("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(address))
 

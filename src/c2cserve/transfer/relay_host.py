@@ -1,7 +1,7 @@
 """The side of a relay that lends its GPU's link to other processes.
 
 It runs in the worker that owns the GPU. Each client has a connection, a thread for its messages,
-and a native thread that launches what the client submits (`transfer/native/relay_server.h`). Both
+and a native thread that copies what the client submits (`transfer/native/relay_server.h`). Both
 sleep while there is nothing.
 """
 
@@ -30,7 +30,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class RelayServer(Protocol):
-    """Launches what one client submits (`transfer.engine.NativeRelayServer`)."""
+    """Copies what one client submits (`transfer.engine.RelayServer`)."""
 
     def set_streaming(self, streams: bool) -> None: ...
 
@@ -81,7 +81,7 @@ class RelayHost:
                     server.set_streaming(streams)
 
     def close(self) -> None:
-        """Relay no more. What has been launched is over when this returns."""
+        """Relay no more. What has begun is over when this returns."""
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listener.close()
         self._accepting.join()

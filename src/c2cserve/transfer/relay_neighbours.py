@@ -158,7 +158,7 @@ class RelayNeighbours:
                     asked.put({"open": number, **memory.message})
             while (message := receive(connection)) is not None:
                 if message.get("bye"):
-                    return  # what it launched is over
+                    return  # what it began is over
                 self._answered(port, message)
         except _FAULTS as fault:
             log.warning("%s: the neighbour's process is lost: %s", port.name, fault)

@@ -36,7 +36,7 @@ class RelayClient {
   ChannelSlot& slot_of(const Task& task) const;
 
   Channel* channel_ = nullptr;
-  std::vector<uint32_t> numbers_ = std::vector<uint32_t>(kChannelSlots);  // of the last launches
+  std::vector<uint32_t> numbers_ = std::vector<uint32_t>(kChannelSlots);  // of the last micro-tasks
   std::vector<Region> regions_;  // in order
   std::atomic<bool> lost_{true};
 };
