@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transfers_run import Buffers, make_buffers, native, opened
+from transfers_run import Buffers, make_buffers, native, opened, split
 
 from c2cserve.engine.gpu.kv_copies import KvCopies
 from c2cserve.engine.rotation import HostKv
@@ -33,6 +33,9 @@ class Gpus:
 
     def native(self, segments: Sequence[Segment]) -> Callable[[], None]:
         return native(segments)
+
+    def split(self, whole: Segment, relayed: int, task_bytes: int) -> Callable[[], None]:
+        return split(whole, relayed, task_bytes, self.gpus - 1)
 
     def host_kv(self, engine: TransferEngine, size: int) -> HostKv:
         b = self.buffers

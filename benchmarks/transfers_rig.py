@@ -57,6 +57,10 @@ class Rig(Protocol):
         """Plain copies, at once, and a wait for all of them."""
         ...
 
+    def split(self, whole: Segment, relayed: int, task_bytes: int) -> Callable[[], None]:
+        """A transfer whose first bytes go through the last GPU, in shares that are fixed."""
+        ...
+
     def host_kv(self, engine: TransferEngine, size: int) -> HostKv:
         """KV of the arena on the host, as a slice has it. The host memory is one for all."""
         ...

@@ -222,22 +222,31 @@ def moved(
 
 
 def two_hops(buffers: Buffers, task_bytes: int) -> Callable[[], None]:
-    """Half of the bytes by GPU 0's copy engine, half through two buffers on GPU 1, in two pipelined
-    streams: the relay that needs no kernel."""
-    size, half = buffers.size, buffers.size // 2 // task_bytes * task_bytes
-    whole, direct = buffers.inward(), new_stream(0)
-    streams = [new_stream(1) for _ in range(2)]
-    places = [torch.empty(task_bytes, dtype=torch.uint8, device="cuda:1") for _ in streams]
+    """Half of the bytes by GPU 0's copy engine, half through GPU 1: the relay without a kernel."""
+    whole = buffers.inward()
+    half = buffers.size // 2 // task_bytes * task_bytes
+    return split(whole, half, task_bytes, 1)
+
+
+def split(whole: Segment, relayed: int, task_bytes: int, neighbour: int) -> Callable[[], None]:
+    """Bring the first `relayed` bytes through two buffers on a neighbour, in two pipelined streams,
+    and the others by the target's copy engine: shares that nothing changes meanwhile."""
+    direct = new_stream(whole.target_gpu)
+    streams = [new_stream(neighbour) for _ in range(2)]
+    places = [
+        torch.empty(task_bytes, dtype=torch.uint8, device=f"cuda:{neighbour}") for _ in streams
+    ]
 
     def run() -> None:
-        with torch.cuda.device(0):
-            rest = size - half
-            copy_async(whole.target + half, whole.source + half, rest, direct.cuda_stream)
-        with torch.cuda.device(1):
-            for number, start in enumerate(range(0, half, task_bytes)):
+        with torch.cuda.device(whole.target_gpu):
+            rest = whole.size - relayed
+            copy_async(whole.target + relayed, whole.source + relayed, rest, direct.cuda_stream)
+        with torch.cuda.device(neighbour):
+            for number, start in enumerate(range(0, relayed, task_bytes)):
+                size = min(task_bytes, relayed - start)
                 place, stream = places[number % 2].data_ptr(), streams[number % 2].cuda_stream
-                copy_async(place, whole.source + start, task_bytes, stream)
-                copy_async(whole.target + start, place, task_bytes, stream)
+                copy_async(place, whole.source + start, size, stream)
+                copy_async(whole.target + start, place, size, stream)
         for stream in (direct, *streams):
             stream.synchronize()
 

@@ -53,6 +53,11 @@ class DryRig:
 
         return run
 
+    def split(self, whole: Segment, relayed: int, task_bytes: int) -> Callable[[], None]:
+        assert 0 < relayed < whole.size
+        assert task_bytes > 0
+        return self.native([whole])
+
     def host_kv(self, engine: TransferEngine, size: int) -> HostKv:
         arena = SimpleNamespace(device=torch.device("cuda", 0), data_ptr=self.arena.data_ptr)
         stream = self._links[-1].streams.make()
