@@ -1,6 +1,6 @@
 """What `c2cserve multipath` does for programs that know nothing of it: with it and without it.
 
-python benchmarks/multipath.py [--gigabytes 16] [--parts small,sizes,model] [--out FILE]
+python benchmarks/multipath.py [--gigabytes 16] [--parts small,sizes,allocations,model] [--out FILE]
 
 It needs two GPUs. Each part is a process (multipath_program.py), once plain and once with several
 links. The result's `bars` are what the library is held to.
@@ -91,7 +91,7 @@ def bars_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=int, default=16)
-    parser.add_argument("--parts", default="small,sizes,model")
+    parser.add_argument("--parts", default="small,sizes,allocations,model")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     began = time.monotonic()

@@ -6,6 +6,8 @@ random SEED OPERATIONS   a sum of all memory after random work on all GPUs
 model GIGABYTES          seconds of Module.to, of pinned weights
 sizes                    microseconds of one copy, by its size
 small                    microseconds of a copy of 4 KiB
+allocations              microseconds of an allocation, after a large copy
+mapped                   blocking copies, of memory that is mapped for one GPU
 forked                   copies before and after a fork
 loop                     copies without end
 """
@@ -186,7 +188,7 @@ def spread_copies() -> int:
     count = getattr(ctypes.CDLL(None), "c2c_multipath_counts", None)
     if count is None:
         return 0
-    counts = (ctypes.c_int64 * 31)()
+    counts = (ctypes.c_int64 * 27)()
     count(counts)
     return counts[0]
 
@@ -272,6 +274,53 @@ def small() -> dict[str, Any]:
     return {"us": least * 1e6}
 
 
+def allocations() -> dict[str, Any]:
+    """The driver's, of 64 MiB each."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    torch.empty(64 * _MIB, dtype=torch.uint8, pin_memory=True).to("cuda")
+    times: list[float] = []
+    made = [ctypes.c_uint64() for _ in range(128)]
+    for one in made:
+        began = time.perf_counter()
+        assert driver.cuMemAlloc_v2(ctypes.byref(one), ctypes.c_size_t(64 * _MIB)) == 0
+        times.append(time.perf_counter() - began)
+    for one in made:
+        assert driver.cuMemFree_v2(one) == 0
+    return {"us": sorted(times)[len(times) // 2] * 1e6}
+
+
+class _Properties(ctypes.Structure):  # CUmemAllocationProp
+    _fields_ = [
+        ("kind", ctypes.c_int), ("handles", ctypes.c_int), ("location_kind", ctypes.c_int),
+        ("location", ctypes.c_int), ("of_windows", ctypes.c_void_p), ("flags", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+def mapped() -> dict[str, Any]:
+    """As vLLM's sleep mode copies: by the runtime library that torch has loaded, found by
+    `ctypes`. The runtime finds out which way a copy goes."""
+    size = 256 * _MIB
+    host = torch.randint(256, (size,), dtype=torch.uint8).pin_memory()
+    back = torch.empty_like(host, pin_memory=True)
+    torch.cuda.synchronize()
+    driver = ctypes.CDLL("libcuda.so.1")
+    with open("/proc/self/maps") as maps:
+        path = next(line.split()[-1] for line in maps if "/libcudart" in line)
+    runtime = ctypes.CDLL(path)
+    memory, place = ctypes.c_uint64(), ctypes.c_uint64()
+    one, zero, length = _Properties(1, 0, 1, 0, None, 0), ctypes.c_uint64(), ctypes.c_size_t(size)
+    access = (ctypes.c_int * 3)(1, 0, 3)
+    steps = [
+        driver.cuMemCreate(ctypes.byref(memory), length, ctypes.byref(one), zero),
+        driver.cuMemAddressReserve(ctypes.byref(place), length, ctypes.c_size_t(), zero, zero),
+        driver.cuMemMap(place, length, ctypes.c_size_t(), memory, zero),
+        driver.cuMemSetAccess(place, length, access, ctypes.c_size_t(1)),
+        runtime.cudaMemcpy(place, ctypes.c_void_p(host.data_ptr()), length, 4),
+        runtime.cudaMemcpy(ctypes.c_void_p(back.data_ptr()), place, length, 4),
+    ]
+    return {"steps": steps, "right": bool((host == back).all()), "spread": spread_copies()}
+
+
 def forked() -> dict[str, Any]:
     """A copy, a child that does nothing with CUDA, and a copy again."""
     host = torch.full((64 * _MIB,), 7, dtype=torch.uint8).pin_memory()
@@ -299,7 +348,7 @@ def loop() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "random": random_work, "model": model, "sizes": sizes, "small": small, "forked": forked,
-    "loop": loop,
+    "loop": loop, "allocations": allocations, "mapped": mapped,
 }  # fmt: skip
 
 

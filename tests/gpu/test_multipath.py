@@ -46,6 +46,13 @@ def test_small_copies_take_2_us_more_at_most() -> None:
     assert times[1] - times[0] <= 2.0
 
 
+def test_blocking_copies_of_memory_that_is_mapped_for_one_gpu() -> None:
+    """vLLM's sleep mode makes these."""
+    expected = {"steps": [0] * 6, "right": True}
+    assert run("mapped", preloaded=False) == {**expected, "spread": 0}
+    assert run("mapped", preloaded=True) == {**expected, "spread": 2}
+
+
 def test_a_fork_changes_nothing_for_the_parent() -> None:
     assert run("forked", preloaded=True) == {"child": 0, "right": True}
 

@@ -40,15 +40,15 @@ MULTIPATH_SOURCES = (
         for name in (
             "driver.cpp",
             "hooks.cpp",
+            "lane.cpp",
             "memory.cpp",
             "paths.cpp",
-            "peers.cpp",
             "real.cpp",
             "report.cpp",
             "spread.cpp",
         )
     ),
-    *(HERE.parent / "transfer" / "native" / name for name in ("cuda.cpp", "relay_kernel.cpp")),
+    HERE.parent / "transfer" / "native" / "cuda.cpp",
 )
 _MULTIPATH_FLAGS = (
     f"-Wl,--version-script={_PRELOAD / 'exports.map'}",

@@ -18,12 +18,12 @@ Weights come in one of two ways:
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
-from c2cserve.kernels.gpu.gemm.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle, for_libraries
 from c2cserve.memory.peer_pool import Borrower
 
 _ALIGNMENT = 256
@@ -171,9 +171,13 @@ class HbmCache:
         them. `last`: none of their model's are left.
 
         `changes` rises with the last ones alone: what was looked up before is right until then,
-        since weights at home stay there. So nothing is looked up again for each part of a model."""
+        since weights at home stay there. So nothing is looked up again for each part of a model.
+        Handles for libraries are made here: parts come one by one, beside the rest of a load."""
         for w in weights:
-            self._entries[w.pointer] = entry = self._reserved.pop(w.pointer)
+            entry = self._reserved.pop(w.pointer)
+            if not w.experts:
+                entry = replace(entry, handle=for_libraries(entry.handle))
+            self._entries[w.pointer] = entry
             self.bytes += entry.stop - entry.start
             self.counts.cached_bytes += entry.stop - entry.start
         self._changes += last

@@ -187,6 +187,10 @@ class SliceStats:
     )
     flash_steps: int = _counter("steps", _ENGINE, "Long steps with FlashInfer's attention.")
     flash_missed_steps: int = _counter("steps", _ENGINE, "Those it has no module for.")
+    gemms_warmed: int = _counter("GEMMs", _ENGINE, "GEMMs of prompts run before prompts need them.")
+    gemm_warm_seconds: float = _counter(
+        "seconds", _ENGINE, "Seconds of the slice's thread that these took."
+    )
     kv_out_bytes: int = _counter("bytes", _ENGINE, "Bytes of KV copied to host memory.")
     kv_in_bytes: int = _counter("bytes", _ENGINE, "Bytes of KV copied back.")
     prefix_out_bytes: int = _counter(

@@ -5,11 +5,8 @@ needs by variables of the program's environment.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from c2cserve.kernels.build import MULTIPATH
-from c2cserve.kernels.gpu.aot.compiler import cubin_path, default_folder
-from c2cserve.kernels.gpu.aot.variants import RELAY
 from c2cserve.kernels.native import LIBRARY_FOLDER
 
 _PRELOAD = "LD_PRELOAD"
@@ -22,20 +19,16 @@ class MultipathError(Exception):
 def multipath_environment(
     environment: Mapping[str, str], *, neighbours: int | None = None,
     least_bytes: int | None = None, report: bool = False,
-    folder: Path | None = None,
 ) -> dict[str, str]:  # fmt: skip
     """Return the environment of a program whose large copies take several links.
 
-    `environment` is what the program would have otherwise. `folder` has the relay kernel. Raises
-    `MultipathError` if the library or the kernel is not built.
+    `environment` is what the program would have otherwise. Raises `MultipathError` if the library
+    is not built.
     """
     library = LIBRARY_FOLDER / MULTIPATH
     if not library.exists():
         raise MultipathError(f"{MULTIPATH} is not built: run python -m c2cserve.kernels.build")
-    relay = cubin_path(folder or default_folder(), RELAY)
-    if not relay.exists():
-        raise MultipathError(f"the relay kernel is not in {relay.parent}: c2cserve kernels build")
-    changed = {"C2CSERVE_MULTIPATH_RELAY": str(relay)}
+    changed: dict[str, str] = {}
     if neighbours is not None:
         changed["C2CSERVE_MULTIPATH_NEIGHBOURS"] = str(neighbours)
     if least_bytes is not None:

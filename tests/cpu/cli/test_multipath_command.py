@@ -6,44 +6,37 @@ from pathlib import Path
 
 import pytest
 
-from c2cserve.kernels.gpu.aot.compiler import cubin_path
-from c2cserve.kernels.gpu.aot.variants import RELAY
 from c2cserve.kernels.native import LIBRARY_FOLDER
+from c2cserve.transfer import multipath
 from c2cserve.transfer.multipath import MultipathError, multipath_environment
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = cubin_path(tmp_path, RELAY)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("code")
-    return tmp_path
-
-
-def test_the_library_comes_before_what_was_preloaded(folder: Path) -> None:
-    made = multipath_environment({"LD_PRELOAD": "other.so", "A": "b"}, folder=folder)
+def test_the_library_comes_before_what_was_preloaded() -> None:
+    made = multipath_environment({"LD_PRELOAD": "other.so", "A": "b"})
     assert made["LD_PRELOAD"] == f"{LIBRARY_FOLDER}/libc2cserve_multipath.so:other.so"
     assert made["A"] == "b"
-    assert made["C2CSERVE_MULTIPATH_RELAY"] == str(cubin_path(folder, RELAY))
-    assert not [name for name in made if "REPORT" in name]
+    assert not [name for name in made if "MULTIPATH" in name]
 
 
-def test_options_are_variables(folder: Path) -> None:
+def test_options_are_variables() -> None:
     made = multipath_environment(
-        {"CUDA_VISIBLE_DEVICES": "0,1"}, neighbours=2, least_bytes=5, report=True, folder=folder
+        {"CUDA_VISIBLE_DEVICES": "0,1"}, neighbours=2, least_bytes=5, report=True
     )
     options = {
         name.removeprefix("C2CSERVE_MULTIPATH_"): value
         for name, value in made.items()
-        if name.startswith("C2CSERVE_MULTIPATH_") and not name.endswith("_RELAY")
+        if name.startswith("C2CSERVE_MULTIPATH_")
     }
     assert options == {"NEIGHBOURS": "2", "LEAST_BYTES": "5", "REPORT": "1"}
     assert made["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-def test_without_the_relay_kernel_it_says_what_builds_it(tmp_path: Path) -> None:
-    with pytest.raises(MultipathError, match="c2cserve kernels build"):
-        multipath_environment({}, folder=tmp_path)
+def test_without_the_library_it_says_what_builds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multipath, "LIBRARY_FOLDER", tmp_path)
+    with pytest.raises(MultipathError, match="is not built"):
+        multipath_environment({})
 
 
 def run(*words: str) -> "subprocess.CompletedProcess[str]":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from interpreted import DEVICE
 from lane import GREEDY, Lane, LateModel
+from published import PUBLISHED
 from tiny import CASES, COMMON, Ours, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,9 +20,11 @@ from c2cserve.engine.gpu import layers
 from c2cserve.engine.gpu.layers import handle_of
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import Sampler
-from c2cserve.engine.models.layout import EMBED
+from c2cserve.engine.models.config import parse_config
+from c2cserve.engine.models.layout import EMBED, HEAD, plan_layout
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.elementwise import silu_mul
+from c2cserve.kernels.gpu.gemm.long_rows import MatrixShape
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
 from c2cserve.kernels.ops import RowSampling, SampledTokens
 
@@ -138,6 +141,21 @@ def test_padding_rows_change_no_answer(
     assert met == [7, 7]
     for plain, wide in zip(*answers, strict=True):
         assert torch.equal(plain, wide)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_long_steps_are_multiplied_by_matrices_of_known_shapes(name: str) -> None:
+    """cuBLAS is shown them when a model is attached (`gemm.long_rows`)."""
+    config = parse_config(PUBLISHED[name], "bfloat16")
+    tensors = plan_layout(config).tensors
+    biased = {one.name.removesuffix("_bias") for one in tensors if one.name.endswith("_bias")}
+    wanted = {
+        MatrixShape(*one.shape, "bfloat16", one.name in biased)
+        for one in tensors if len(one.shape) == 2 and one.name not in (EMBED, HEAD)
+    }  # fmt: skip
+    found = layers.shapes_of(config, "bfloat16")
+    assert set(found) == wanted
+    assert len(found) == len(wanted)
 
 
 @pytest.mark.parametrize(("count", "rows"), [(64, 64), (65, 128), (512, 512), (1100, 1152)])

@@ -32,7 +32,7 @@ def test_placeholder_layers_read_the_bound_model(kind: dict[str, int]) -> None:
     placeholders = binding.placeholder_layers(first, "host")
     for layers, angles in ((second, rope(2, 50)), (first, rope(3, 70))):
         own = ModelTables(layers, CPU)
-        own.maps = torch.arange(len(binding.maps), dtype=torch.int64).to(torch.uint8)
+        own._maps = torch.arange(len(binding.maps), dtype=torch.int64).to(torch.uint8)
         binding.bind(own)
         binding.bind_rope(64, angles)
         for placeholder, layer in zip(placeholders, layers, strict=True):

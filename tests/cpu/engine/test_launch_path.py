@@ -105,7 +105,7 @@ def test_calls_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(self._compiled, (tensors[0].get_device(), key), compiled)
 
     monkeypatch.setattr(launcher.Launcher, "_launch_by_triton", by_triton)
-    monkeypatch.setattr(linear, "_multiplied", counted.multiplied)
+    monkeypatch.setattr(linear, "multiplied", counted.multiplied)
     context, chooser = SimpleNamespace(picked_for=132, device=0), SimpleNamespace()
     # The chooser has nothing to be asked: a look-up would raise.
     multiply: Any = Linear(context, chooser)  # pyright: ignore[reportArgumentType]

@@ -66,10 +66,11 @@ double now_ms() {
 #ifdef FAKE_DRIVER  // of whole programs: fake_driver.cpp
 Stream* stream_of(void* handle);
 void order(Stream* stream);
-void check_relay(const Relay& relay);
+int refuse(const Piece& copy);
 #else
 Stream* stream_of(void* handle) { return static_cast<Stream*>(handle); }
 void order(Stream*) {}
+int refuse(const Piece&) { return 0; }
 #endif
 
 int enqueue(void* stream, std::function<bool()> run) {
@@ -341,6 +342,7 @@ int cuStreamWaitEvent(void* stream, void* event, unsigned) {
 int cuMemcpyAsync(uint64_t target, uint64_t source, size_t size, void* stream) {
   const Lock lock(mutex);
   if (crosses({target, source, size})) return kInvalidValue;
+  if (const int refused = refuse({target, source, size})) return refused;
   ++counts[0];
   return enqueue(stream, [=] { return move({target, source, size}); });
 }
@@ -391,9 +393,6 @@ int cuLaunchKernel(void* kernel, unsigned x, unsigned y, unsigned z, unsigned th
   if (cuCtxGetDevice(&device) || shared > shared_most[device]) return kInvalidHandle;
   if (shared != copied.stages * copied.stage_bytes) return kInvalidHandle;
   ++counts[2];
-#ifdef FAKE_DRIVER
-  check_relay(copied);
-#endif
   return enqueue(stream, [copied] { return relay(copied); });
 }
 

@@ -1,10 +1,8 @@
 """A decoder layer as a GPU slice runs it: handles of its matrices, biases in their dtype.
 
-Rows of long steps are padded, so that cuBLAS meets few numbers of them. For each new number it
-chooses kernels anew, which takes the host as long as the launch of 32 layers. Lengths of prompts
-hardly repeat, so most prompts would pay for it (`benchmarks/step_launch.py`, new lengths). Tiles of
-cuBLAS have 64 rows or more in any case. Attention leaves padding rows out, and no experts are
-chosen for them.
+Rows of long steps are padded, so that cuBLAS meets few numbers of them (`gemm.long_rows`). Lengths
+of prompts hardly repeat, so most prompts would pay for a new one (`benchmarks/step_launch.py`, new
+lengths). Attention leaves padding rows out, and no experts are chosen for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from c2cserve.core.tensors import Home
-from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED
+from c2cserve.core.tensors import HalfDtype, Home
+from c2cserve.engine.models.config import ModelConfig
+from c2cserve.kernels.gpu.gemm.long_rows import MatrixShape, padded_rows
 from c2cserve.kernels.gpu.gemm.weight import DTYPES, OperandError, WeightHandle
 from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, Mlp, TokenRows
-
-_LONG = 1024
-"""The count of rows from which on tiles of 128 rows lose little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +86,27 @@ def handle_of(tensor: Tensor, device: torch.device) -> WeightHandle:
     return WeightHandle(tensor.data_ptr(), shape, DTYPES[tensor.dtype], home, tensor)
 
 
+def shapes_of(config: ModelConfig, dtype: HalfDtype) -> list[MatrixShape]:
+    """Return the shapes of the matrices that long steps are multiplied by, each once. Those of
+    experts and the head are left out: cuBLAS multiplies by neither."""
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden, inner, moe = config.hidden, config.intermediate, config.moe
+    shapes = [
+        MatrixShape(q + 2 * kv, hidden, dtype, config.qkv_bias),
+        MatrixShape(hidden, q, dtype, config.o_bias),
+    ]
+    if not all(config.sparse(layer) for layer in range(config.layers)):
+        shapes.append(MatrixShape(2 * inner, hidden, dtype, config.mlp_bias))
+        shapes.append(MatrixShape(hidden, inner, dtype, config.mlp_bias))
+    if moe is not None:
+        shapes.append(MatrixShape(moe.experts, hidden, dtype))
+    return list(dict.fromkeys(shapes))
+
+
 # ---- rows of long steps -------------------------------------------------------------------------
 
 Launch = Callable[[Tensor, Sequence[GpuLayer], TokenRows, tuple[Tensor, Tensor], Tensor], Tensor]
 """Launches layers over hidden, rows, rotary tables and arena. Returns the last one's branch."""
-
-
-def padded_rows(count: int) -> int:
-    """Return how many rows a step of several new tokens a sequence is computed with."""
-    if count <= ROWS_STREAMED:
-        return count
-    step = 64 if count <= _LONG else 128
-    return -(-count // step) * step
 
 
 def run_padded(

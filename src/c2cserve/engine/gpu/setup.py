@@ -22,6 +22,7 @@ from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
 from c2cserve.engine.gpu.graphs import DecodeGraphs
 from c2cserve.engine.gpu.kv_copies import KvCopies
 from c2cserve.engine.gpu.lanes import GpuLane, LaneFence, lane_contexts, lane_streams, marker
+from c2cserve.engine.gpu.layers import shapes_of
 from c2cserve.engine.gpu.load_transfers import LoadTransfers
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
@@ -43,6 +44,7 @@ from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load
 from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
 from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
 from c2cserve.kernels.gpu.gemm.linear import Linear
+from c2cserve.kernels.gpu.gemm.long_rows import FirstUses
 from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.kernels.native import KernelsMissing
 from c2cserve.memory.hbm_cache import CachePolicy, HbmCache
@@ -89,6 +91,8 @@ class GpuParts:
     timer: EventTimer[torch.cuda.Event]
     masks: MaskMemory
     """The memory of grammars' masks, which the GPU reads."""
+    first_uses: FirstUses
+    """GEMMs of prompts that cuBLAS has still to be shown. They run while the slice has time."""
 
     @property
     def linears(self) -> list[Linear]:
@@ -117,7 +121,8 @@ class GpuParts:
 
     def warm(self, config: ModelConfig) -> None:
         """Compile, load and allocate everything that a model needs; quick after another model of
-        its kind. Raises ValueError for a model that GPU slices cannot run."""
+        its kind. `first_uses` has the rest. Raises ValueError for a model that GPU slices cannot
+        run."""
         sizes = sizes_of(config)
         warm(sizes, self.device)
         for windowed in sorted({window > 0 for window in config.windows}):
@@ -127,6 +132,7 @@ class GpuParts:
                 with self.streaming.current():
                     self.streaming.flashinfer.load(kind, sizes.heads, sizes.kv_heads)
         _touch_libraries(sizes, self.device)
+        self.first_uses.add(shapes_of(config, sizes.dtype))
 
     def fatal(self, fault: Exception) -> bool:
         """Return whether the process must not serve another request.
@@ -234,7 +240,7 @@ def open_gpu(
     parts = GpuParts(
         torch_device, lane.stream, lane.context, lane.linear, lane.ops, arena, lane.to_device,
         cache, loads, borrower, host_kv, lane.flashinfer, next(iter(beside), None), fence,
-        lane.timer, _mask_memory(),
+        lane.timer, _mask_memory(), FirstUses(arena),
     )  # fmt: skip
     _warm_common(parts)
     return parts

@@ -107,8 +107,11 @@ class ModelTables:
     def __init__(self, layers: Sequence[GpuLayer], device: torch.device) -> None:
         self._device = device
         self._map_makers = [make for layer in layers for make in _map_makers(layer)]
+        self._like = [
+            replace(w, owner=None, transposed=None) for layer in layers for w in matrices(layer)
+        ]
         self.vectors = _packed([v for layer in layers for v in vectors(layer)])
-        self.maps = torch.empty(0, dtype=torch.uint8, device=device)
+        self._maps: Tensor | None = None
         self.missing: WeightHandle | None = None
         """The first matrix that is not in HBM, at its home."""
         self.home: Home = "hbm"
@@ -151,11 +154,23 @@ class ModelTables:
         self.peer_bytes = sum(w.bytes for w in streamed if w.home == "peer")
         self.local_bytes = sum(w.bytes for w in now) - self.streamed_bytes
         self.resident = None if streamed else _located(layers, now)
-        maps = (make(w) for make, w in zip(self._map_makers, now, strict=True))
-        packed = torch.frombuffer(bytearray().join(maps), dtype=torch.uint8)
-        # Pinned memory is reused once its copy is done. Work that reads the old maps is enqueued.
-        self.maps = packed.pin_memory().to(self._device, non_blocking=True)
+        self._maps = None
         return True
+
+    @property
+    def maps(self) -> Tensor:
+        """The maps of all matrices where they are now. They are made when a graph is bound for the
+        first time: prompts do without, and the decode step after one is launched beside it."""
+        if self._maps is None:
+            maps = bytearray()
+            for make, like, place in zip(self._map_makers, self._like, self._places, strict=True):
+                home, pointer = place
+                maps += make(replace(like, home=home, pointer=pointer))
+            packed = torch.frombuffer(maps, dtype=torch.uint8)
+            # Pinned memory is reused once its copy is done. Work that reads the old maps is
+            # enqueued.
+            self._maps = packed.pin_memory().to(self._device, non_blocking=True)
+        return self._maps
 
 
 @dataclass(slots=True)

@@ -159,7 +159,7 @@ class _GpuBackend:
         self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
         self._id = slice_.id
         self._shared = shared
-        self._report = world.report
+        self._report, self._notify = world.report, world.notify
         self._names: dict[str, str] = {}
         """Model -> the name of its segment."""
         self._registering = Registering()
@@ -228,6 +228,8 @@ class _GpuBackend:
         if not computing:
             self._shared.streaming.discard(self._id)
             self._shared.note_steps(self._id, over_link=False)
+        if self._gpu.first_uses.go_on(idle=not len(self.executor)):
+            self._notify()  # poll again at once, but take messages before
 
     def fetch(self, fetch: Fetch, decoder: Decoder | None) -> None:
         loads = self._gpu.loads
@@ -274,6 +276,8 @@ class _GpuBackend:
             graphs_dropped=sum(one.dropped for one in graphs),
             flash_steps=sum(one.steps for one in flashes),
             flash_missed_steps=sum(one.missed for one in flashes),
+            gemms_warmed=self._gpu.first_uses.done,
+            gemm_warm_seconds=self._gpu.first_uses.seconds,
         )
         steps = self._shared.with_transfers(steps, self._id)
         if cache is None:

@@ -30,9 +30,14 @@ Driver::Driver() : cuda(relays_driver()) {
   find(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
   find(pair_attribute, "cuDeviceGetP2PAttribute");
   find(can_access, "cuDeviceCanAccessPeer");
-  find(enable_peer, "cuCtxEnablePeerAccess");
   find(elapsed, "cuEventElapsedTime");
   find(attributes, "cuPointerGetAttributes");
+  find(create, "cuMemCreate");
+  find(release, "cuMemRelease");
+  find(reserve, "cuMemAddressReserve");
+  find(unreserve, "cuMemAddressFree");
+  find(map, "cuMemMap");
+  find(unmap, "cuMemUnmap");
   find(set_access, "cuMemSetAccess");
 }
 

@@ -6,10 +6,10 @@ namespace c2c::multipath {
 
 // Attributes of pointers.
 constexpr int kPointerKind = 2, kDevicePointer = 3, kManagedMemory = 8, kOrdinal = 9;
-constexpr int kIpcCapable = 10, kRangeStart = 11, kRangeSize = 12, kAccessFlags = 16;
+constexpr int kRangeStart = 11, kRangeSize = 12;
 constexpr int kMappingSize = 18, kMappingStart = 19;
 constexpr int kKindHost = 1, kKindDevice = 2;  // values of `kPointerKind`
-constexpr int kReadWrite = 3;                  // a value of `kAccessFlags`, and of access to give
+constexpr int kReadWrite = 3;                  // access to a mapping
 constexpr int kNativeAtomics = 3;              // an attribute of two GPUs: NVLink has them
 constexpr int kRelaxedCapture = 2;
 
@@ -19,6 +19,17 @@ struct AccessDesc {  // CUmemAccessDesc
   int flags;
 };
 static_assert(sizeof(AccessDesc) == 12);
+
+struct AllocationProp {  // CUmemAllocationProp
+  int kind;              // 1: pinned
+  int handles;           // for other processes: none
+  int location_kind;     // as above
+  int location_id;
+  void* of_windows;
+  uint8_t flags[8];
+};
+static_assert(sizeof(AllocationProp) == 32);
+using AllocationHandle = unsigned long long;
 
 // Does not change what the program's stream captures in other threads allow.
 struct Driver {
@@ -33,9 +44,15 @@ struct Driver {
   CudaResult (*exchange_capture_mode)(int* mode);
   CudaResult (*pair_attribute)(int* value, int attribute, int device, int peer);
   CudaResult (*can_access)(int* can, int device, int peer);
-  CudaResult (*enable_peer)(void* context, unsigned flags);
   CudaResult (*elapsed)(float* milliseconds, void* start, void* end);
   CudaResult (*attributes)(unsigned count, const int* which, void** values, CudaPointer pointer);
+  // Memory that is mapped for the GPUs that are named.
+  CudaResult (*create)(AllocationHandle*, size_t size, const AllocationProp*, uint64_t flags);
+  CudaResult (*release)(AllocationHandle);
+  CudaResult (*reserve)(CudaPointer* start, size_t size, size_t alignment, CudaPointer, uint64_t);
+  CudaResult (*unreserve)(CudaPointer start, size_t size);
+  CudaResult (*map)(CudaPointer start, size_t size, size_t offset, AllocationHandle, uint64_t);
+  CudaResult (*unmap)(CudaPointer start, size_t size);
   CudaResult (*set_access)(CudaPointer start, size_t size, const AccessDesc*, size_t count);
 
   // Of the thread's current context. It is 0 where the driver knows none: that is no error for

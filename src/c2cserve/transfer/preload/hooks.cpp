@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "peers.h"
 #include "report.h"
 #include "spread.h"
 
@@ -182,8 +181,6 @@ const Hook kHooks[] = {
     HOOK(cuInit, "cuInit", 2000, kAny),
     HOOK(cuDevicePrimaryCtxReset, "cuDevicePrimaryCtxReset", 7000, kAny),
     HOOK(cuDevicePrimaryCtxReset_v2, "cuDevicePrimaryCtxReset", 11000, kAny),
-    HOOK(cuCtxEnablePeerAccess, "cuCtxEnablePeerAccess", 4000, kAny),
-    HOOK(cuCtxDisablePeerAccess, "cuCtxDisablePeerAccess", 4000, kAny),
     HOOK(cuGetProcAddress, "cuGetProcAddress", 11030, kAny),
     HOOK(cuGetProcAddress_v2, "cuGetProcAddress", 12000, kAny),
 };

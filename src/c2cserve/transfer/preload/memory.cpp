@@ -69,23 +69,6 @@ bool reads_host(const Driver& driver, const Range& range) {
   return true;
 }
 
-bool has_access(const Driver& driver, CudaPointer at) {
-  int flags = 0, ipc_capable = 0;
-  if (driver.attribute(&flags, kAccessFlags, at) && flags == kReadWrite) return true;
-  // Memory of cuMemAlloc: its GPU lets this one access all of it.
-  return driver.attribute(&ipc_capable, kIpcCapable, at) && ipc_capable != 0;
-}
-
-bool writes_gpu(const Driver& driver, const Range& range, int device) {
-  if (has_access(driver, range.start)) return true;
-  CudaPointer start = 0;
-  size_t size = 0;
-  if (!driver.attribute(&start, kMappingStart, range.start)) return false;
-  if (!driver.attribute(&size, kMappingSize, range.start) || size == 0) return false;
-  const AccessDesc access{1, device, kReadWrite};
-  return driver.set_access(start, size, &access, 1) == kCudaOk;
-}
-
 }  // namespace
 
 Reason look_at(const Driver& driver, const Copy& copy, Memory* memory) {
@@ -93,7 +76,6 @@ Reason look_at(const Driver& driver, const Copy& copy, Memory* memory) {
   if (target.managed || source.managed) return kManaged;
   if (target.kind == source.kind) return kNotLink;
   if (target.kind == 0 || source.kind == 0) return kPageable;
-  if ((copy.target ^ copy.source) % 16 != 0) return kMisaligned;
   memory->inward = target.kind == kKindDevice;
   const End& gpu = memory->inward ? target : source;
   const End& host = memory->inward ? source : target;
@@ -101,17 +83,15 @@ Reason look_at(const Driver& driver, const Copy& copy, Memory* memory) {
   memory->gpu = gpu.gpu;
   const CudaPointer of_gpu = memory->inward ? copy.target : copy.source;
   const CudaPointer of_host = memory->inward ? copy.source : copy.target;
-  const bool one_kind = walk(driver, of_gpu, copy.size, gpu, &memory->of_gpu) &&
+  std::vector<Range> ranges;
+  const bool one_kind = walk(driver, of_gpu, copy.size, gpu, &ranges) &&
                         walk(driver, of_host, copy.size, host, &memory->of_host);
   return one_kind ? kSpread : kPartOfRange;
 }
 
-Reason check_access(const Driver& driver, const Memory& memory, int device) {
-  for (const Range& range : memory.of_host)
-    if (!reads_host(driver, range)) return kHostAccess;
-  for (const Range& range : memory.of_gpu)
-    if (!writes_gpu(driver, range, device)) return kNoAccess;
-  return kSpread;
+bool can_reach_host(const Driver& driver, const Memory& memory) {
+  return std::all_of(memory.of_host.begin(), memory.of_host.end(),
+                     [&](const Range& range) { return reads_host(driver, range); });
 }
 
 }  // namespace c2c::multipath

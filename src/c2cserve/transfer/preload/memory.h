@@ -24,14 +24,13 @@ struct Range {  // of one allocation or mapping
 struct Memory {  // both ends of a copy between pinned memory and a GPU
   int gpu;
   bool inward;  // to the GPU
-  std::vector<Range> of_host, of_gpu;
+  std::vector<Range> of_host;
 };
 
 // Returns `kSpread`, or why neighbours cannot take part. Of the thread's current context.
 Reason look_at(const Driver& driver, const Copy& copy, Memory* memory);
 
-// Returns `kSpread` if kernels in the current context, of the GPU `device`, can access both ends.
-// Gives that GPU access to memory that the program mapped for its own one only.
-Reason check_access(const Driver& driver, const Memory& memory, int device);
+// Whether the GPU of the current context reaches the pinned memory.
+bool can_reach_host(const Driver& driver, const Memory& memory);
 
 }  // namespace c2c::multipath

@@ -1,12 +1,10 @@
 #include "paths.h"
 
-#include <stdio.h>
-#include <string.h>
-
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "../native/links.h"
-#include "peers.h"
 
 namespace c2c::multipath {
 namespace {
@@ -17,45 +15,25 @@ using transfer::kCudaNotReady;
 
 constexpr uint64_t kAligned = 4 << 10;      // of the parts' offsets
 constexpr uint64_t kSmallPart = 8;          // a part of the least copy that is not worth a launch
-constexpr double kDirectNominal = 55e6, kRelayNominal = 49e6;  // bytes in a ms, before any copy
+constexpr double kDirectNominal = 55e6, kRelayNominal = 54e6;  // bytes in a ms, before any copy
+constexpr double kLateMs = 0.015;   // by which a relay ends later than its link is at work
 constexpr double kNew = 0.5;        // how much of an estimate the last part is
 constexpr double kForgotten = 0.1;  // what is forgotten of an estimate while a link is not used
 constexpr int kLanesMost = 8;       // streams wait in few queues of a GPU
+constexpr int kChunksMost = 256;    // of a lane at a time: the driver waits where a queue is full
 constexpr size_t kBegunMost = 1024;
 constexpr unsigned kTimedEvent = 0;
-constexpr CudaPointer kWordsApart = 128;
-// As `transfer.settings.RelayShape`, but nothing is recalled here. So it hardly looks for that.
-constexpr transfer::RelayShape kShape{4, 512, 12, 16 << 10, 1 << 30};
-
-std::vector<char> read_file(const char* path) {
-  if (path == nullptr) throw Fault("C2CSERVE_MULTIPATH_RELAY does not name the relay kernel");
-  std::vector<char> content;
-  FILE* file = fopen(path, "rb");
-  if (file == nullptr) throw Fault(std::string(path) + " cannot be read");
-  char part[1 << 14];
-  for (size_t got; (got = fread(part, 1, sizeof part, file)) > 0;)
-    content.insert(content.end(), part, part + got);
-  fclose(file);
-  content.push_back(0);
-  return content;
-}
+constexpr auto kPause = std::chrono::microseconds(50), kPatience = 4 * kPause;
 
 }  // namespace
 
-Paths::Paths() : cubin_(read_file(options().relay_file)) {
+Paths::Paths() {
   const CaptureRelaxed relaxed(driver_);
   int count = 0;
   driver_.cuda.check("cuDeviceGetCount", driver_.device_count(&count));
   gpus_ = std::vector<Gpu>(count);
   for (int i = 0; i < count; ++i)
     driver_.cuda.check("cuDeviceGet", driver_.device_get(&gpus_[i].device, i));
-  void* words = nullptr;
-  const unsigned flags = transfer::kPortableMappedMemory;
-  driver_.cuda.check("cuMemHostAlloc", driver_.cuda.host_alloc(&words, 4096, flags));
-  memset(words, 0, 4096);
-  driver_.cuda.check("cuMemHostGetDevicePointer", driver_.cuda.host_address(&words_, words, 0));
-  kernel_ = std::make_unique<transfer::RelayKernel>(
-      driver_.cuda, transfer::RelayCode{cubin_.data(), kShape});
 }
 
 Reason Paths::begin(const Copy& copy, CudaResult* result) {
@@ -68,15 +46,24 @@ Reason Paths::begin(const Copy& copy, CudaResult* result) {
   Reason reason = kSpread;
   std::unique_ptr<Spread> made;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     if (memory.gpu < 0 || memory.gpu >= int(gpus_.size())) return kNotLink;
     Gpu& gpu = gpus_[memory.gpu];
     set_up(gpu);
     if (gpu.broken || gpu.context != context) return kContext;
     seek_links(memory.gpu);
+    const bool per_thread = copy.stream == kPerThreadStream;
+    const Owner owner{memory.gpu, copy.stream,
+                      per_thread ? std::this_thread::get_id() : std::thread::id()};
     collect();
-    made = reserve(copy, memory, &reason);
-    if (made == nullptr) return reason;
+    for (auto paused = kPause * 0; (made = reserve(copy, memory, owner, &reason)) == nullptr;) {
+      if (reason != kBusy || !will_have_room(owner, paused >= kPatience)) return reason;
+      paused += kPause;
+      lock.unlock();
+      std::this_thread::sleep_for(kPause);
+      lock.lock();
+      collect();
+    }
     if (driver_.cuda.event_record(made->start, copy.stream) != kCudaOk) {
       give_back(*made);
       return kFault;
@@ -110,49 +97,41 @@ void Paths::seek_links(int number) {
   gpu.sought = true;
   for (double& rate : gpu.direct_bytes_per_ms) rate = kDirectNominal;
   for (int i = 1; i < int(gpus_.size()); ++i) {
-    if (int(gpu.links[0].size()) >= options().neighbours) break;
+    if (int(gpu.links.size()) >= options().neighbours) break;
     const int other = (number + i) % int(gpus_.size());
-    if (!reaches(other, number)) continue;
-    for (auto& links : gpu.links) links.push_back({other, kRelayNominal});
+    if (!reaches(number, other)) continue;
+    gpu.links.push_back({other, {kRelayNominal, kRelayNominal}, {}});
   }
 }
 
-// Whether one GPU may relay for another: over NVLink, not over the link that it helps out.
-bool Paths::reaches(int from, int to) {
-  Gpu& relaying = gpus_[from];
+// Whether one GPU reaches a neighbour's memory: over NVLink, not over the link that needs help.
+bool Paths::reaches(int gpu, int neighbour) {
+  const int device = gpus_[gpu].device, other = gpus_[neighbour].device;
   int can = 0, fast = 0;
-  if (driver_.can_access(&can, relaying.device, gpus_[to].device) != kCudaOk || !can) return false;
-  const CudaResult known =
-      driver_.pair_attribute(&fast, kNativeAtomics, relaying.device, gpus_[to].device);
-  if (known != kCudaOk || !fast) return false;
-  set_up(relaying);
-  if (relaying.broken) return false;
-  const Current current(driver_.cuda, relaying.context);
-  const CudaResult enabled = driver_.enable_peer(gpus_[to].context, 0);
-  if (enabled != kCudaOk && enabled != kPeerEnabledAlready) return false;
-  note_peer(relaying.context, gpus_[to].context, enabled == kPeerEnabledAlready);
-  return true;
+  if (driver_.can_access(&can, device, other) != kCudaOk || !can) return false;
+  if (driver_.pair_attribute(&fast, kNativeAtomics, device, other) != kCudaOk || !fast)
+    return false;
+  set_up(gpus_[neighbour]);
+  return !gpus_[neighbour].broken;
 }
 
 // ---- what a copy takes --------------------------------------------------------------------------
 
-std::unique_ptr<Spread> Paths::reserve(const Copy& copy, const Memory& memory, Reason* reason) {
+std::unique_ptr<Spread> Paths::reserve(const Copy& copy, const Memory& memory, const Owner& owner,
+                                       Reason* reason) {
   Gpu& gpu = gpus_[memory.gpu];
-  *reason = gpu.links[0].empty() ? kNoNeighbour : kBusy;
-  if (gpu.links[0].empty() || begun_.size() >= kBegunMost) return nullptr;
-  const bool per_thread = copy.stream == kPerThreadStream;
-  const Owner owner{memory.gpu, copy.stream,
-                    per_thread ? std::this_thread::get_id() : std::thread::id()};
+  *reason = gpu.links.empty() ? kNoNeighbour : kBusy;
+  if (gpu.links.empty() || begun_.size() >= kBegunMost) return nullptr;
   auto spread = std::make_unique<Spread>();
   spread->gpu = memory.gpu, spread->inward = memory.inward, spread->stream = copy.stream;
-  for (Link& link : gpu.links[memory.inward]) {
+  for (Link& link : gpu.links) {
     if (gpus_[link.gpu].broken || has_own(link.gpu, memory.inward)) continue;
     const Current current(driver_.cuda, gpus_[link.gpu].context);
-    const Reason seen = check_access(driver_, memory, gpus_[link.gpu].device);
-    if (seen != kSpread) *reason = seen;
     Relay relay;
     relay.link = &link;
-    if (seen == kSpread && take(relay, owner))
+    if (!can_reach_host(driver_, memory))
+      *reason = kHostAccess;
+    else if (take(relay, *spread, owner))
       spread->relays.push_back(relay);
   }
   divide(*spread, copy.size);
@@ -171,53 +150,44 @@ bool Paths::has_own(int gpu, bool inward) const {
   });
 }
 
-// Returns whether the neighbour can relay now. It is the current context's GPU.
-bool Paths::take(Relay& relay, const Owner& owner) {
-  Gpu& neighbour = gpus_[relay.link->gpu];
+// Returns whether the neighbour can relay now.
+bool Paths::take(Relay& relay, const Spread& spread, const Owner& owner) {
+  Gpu &gpu = gpus_[spread.gpu], &neighbour = gpus_[relay.link->gpu];
   try {
-    relay.lane = lane_for(neighbour, owner);
-    relay.start = event_of(neighbour);
-    relay.end = event_of(neighbour);
+    relay.lane = lane_for(gpu, *relay.link, owner);
+    relay.events.start = event_of(neighbour);
+    relay.events.end = event_of(neighbour);
+    relay.events.last = event_of(gpu);
   } catch (const Fault& fault) {
     say(std::string("a neighbour does not relay: ") + fault.what());
     neighbour.broken = true;
   }
-  if (relay.lane != nullptr && relay.start != nullptr && relay.end != nullptr) return true;
-  give_back(relay);
+  const PartEvents& events = relay.events;
+  if (relay.lane && events.start && events.end && events.last) return true;
+  give_back(spread, relay);
   return false;
 }
 
 // Copies of one stream follow one another, and have one lane. Others do not wait for them.
-Lane* Paths::lane_for(Gpu& gpu, const Owner& owner) {
+Lane* Paths::lane_for(const Gpu& gpu, Link& link, const Owner& owner) {
   Lane* found = nullptr;
-  for (const auto& lane : gpu.lanes) {
+  for (const auto& lane : link.lanes) {
     if (lane->copies > 0 && lane->owner == owner) found = lane.get();
     if (lane->copies == 0 && found == nullptr) found = lane.get();
   }
   if (found == nullptr) {
-    if (gpu.lanes.size() >= kLanesMost) return nullptr;
-    gpu.lanes.push_back(new_lane(gpu.lanes.empty()));
-    found = gpu.lanes.back().get();
+    if (link.lanes.size() >= kLanesMost) return nullptr;
+    const Gpu& neighbour = gpus_[link.gpu];
+    link.lanes.push_back(std::make_unique<Lane>(driver_, Lane::Side{gpu.device, gpu.context},
+                                                Lane::Side{neighbour.device, neighbour.context}));
+    found = link.lanes.back().get();
   }
   found->owner = owner;
   ++found->copies;
   return found;
 }
 
-std::unique_ptr<Lane> Paths::new_lane(bool first) {
-  const auto& cuda = driver_.cuda;
-  auto made = std::make_unique<Lane>();
-  int lowest = 0, highest = 0;
-  cuda.check("cuCtxGetStreamPriorityRange", cuda.priorities(&lowest, &highest));
-  cuda.check("cuStreamCreateWithPriority",
-             cuda.stream_create(&made->handle, transfer::kNonBlockingStream, highest));
-  transfer::RelayParams params{};
-  params.recalled = words_, params.started = words_ + kWordsApart;
-  // Waits for the lane, which may share a queue of the GPU with streams that wait. So only once.
-  if (first) kernel_->prepare({made->handle}, params);
-  return made;
-}
-
+// An event of the GPU, whatever context is current.
 void* Paths::event_of(Gpu& gpu) {
   void* event = nullptr;
   if (!gpu.events.empty()) {
@@ -225,83 +195,103 @@ void* Paths::event_of(Gpu& gpu) {
     gpu.events.pop_back();
     return event;
   }
+  const Current current(driver_.cuda, gpu.context);
   return driver_.cuda.event_create(&event, kTimedEvent) == kCudaOk ? event : nullptr;
 }
 
-// Gives each link a share by its speed. The direct part comes first.
+// Gives each link a share by its speed, so that all end at a time. The direct part comes first.
 void Paths::divide(Spread& spread, uint64_t size) {
-  double& direct = gpus_[spread.gpu].direct_bytes_per_ms[spread.inward];
-  double sum = direct;
-  for (const Relay& relay : spread.relays) sum += relay.link->bytes_per_ms;
+  double rates = gpus_[spread.gpu].direct_bytes_per_ms[spread.inward], work = double(size);
+  for (const Relay& relay : spread.relays) {
+    const double rate = relay.link->bytes_per_ms[spread.inward];
+    rates += rate, work += rate * kLateMs;
+  }
   uint64_t end = size;
   for (Relay& relay : spread.relays) {
-    const double share = relay.link->bytes_per_ms / sum;
-    relay.size = std::min(end, uint64_t(share * double(size)));
-    if (relay.size < options().least_bytes / kSmallPart) {
-      relay.size = 0;
-      relay.link->bytes_per_ms += kForgotten * (kRelayNominal - relay.link->bytes_per_ms);
+    double& rate = relay.link->bytes_per_ms[spread.inward];
+    const double share = rate * (work / rates - kLateMs);
+    if (share < double(options().least_bytes / kSmallPart)) {
+      rate += kForgotten * (kRelayNominal - rate);
       continue;
     }
+    relay.size = std::min({end, uint64_t(share), room_of(*relay.lane, uint64_t(share))});
+    if (relay.size == 0) continue;
     relay.at = (end - relay.size) / kAligned * kAligned;
     relay.size = end - relay.at;
+    relay.chunks = int(relay.size / options().buffer_bytes) + kSmallChunks;
+    relay.lane->chunks += relay.chunks;
     end = relay.at;
   }
   auto& relays = spread.relays;
   const auto is_empty = [](const Relay& relay) { return relay.size == 0; };
   for (Relay& relay : relays)
-    if (is_empty(relay)) give_back(relay);
+    if (is_empty(relay)) give_back(spread, relay);
   relays.erase(std::remove_if(relays.begin(), relays.end(), is_empty), relays.end());
   spread.direct_size = end;
 }
 
+// Returns how much of a part the lane takes now: all of it, or nothing. An empty lane takes what it
+// can.
+uint64_t Paths::room_of(const Lane& lane, uint64_t part) const {
+  const int chunks = int(part / options().buffer_bytes) + 1 + kSmallChunks;
+  if (lane.chunks + chunks <= kChunksMost) return part;
+  return lane.chunks == 0 ? (kChunksMost - kSmallChunks - 1) * options().buffer_bytes : 0;
+}
+
+// Whether the lane's queue is full, and what is first in it moves. What stands still for long may
+// wait for this thread.
+bool Paths::will_have_room(const Owner& owner, bool is_long) {
+  for (const auto& spread : begun_) {
+    const Lane& lane = *spread->relays.front().lane;
+    if (lane.owner != owner || lane.chunks < kChunksMost / 2) continue;
+    const Current current(driver_.cuda, gpus_[spread->gpu].context);
+    return !is_long || driver_.cuda.event_query(spread->start) == kCudaOk;
+  }
+  return false;
+}
+
 // ---- a copy -------------------------------------------------------------------------------------
 
-// In the context of the copy's GPU. Its stream has recorded the start.
+// In the context of the copy's GPU. Its stream has recorded the start. The direct part is launched
+// first: chunks are many calls.
 CudaResult Paths::run(const Copy& copy, Spread& spread) {
   const auto& cuda = driver_.cuda;
+  CudaResult result = kCudaOk;
+  const auto copy_here = [&](uint64_t at, uint64_t size) {
+    if (size > 0 && result == kCudaOk)
+      result = cuda.copy(copy.target + at, copy.source + at, size, copy.stream);
+  };
+  copy_here(0, spread.direct_size);
+  const CudaResult direct_ended = cuda.event_record(spread.direct_end, copy.stream);
+  if (result == kCudaOk) result = direct_ended;
   uint64_t relayed = 0;
   for (Relay& relay : spread.relays) {
-    try {
-      launch(copy, relay, spread.start);
+    if (result == kCudaOk && launch(copy, spread, relay))
       relayed += relay.size;
-    } catch (const Fault& fault) {
-      say(std::string("a neighbour relays no more: ") + fault.what());
-      gpus_[relay.link->gpu].broken = true;
-    }
+    else
+      copy_here(relay.at, relay.size);
   }
-  CudaResult result = kCudaOk;
-  if (spread.direct_size > 0)
-    result = cuda.copy(copy.target, copy.source, spread.direct_size, copy.stream);
-  for (const Relay& relay : spread.relays)
-    if (!relay.launched && result == kCudaOk)
-      result = cuda.copy(copy.target + relay.at, copy.source + relay.at, relay.size, copy.stream);
-  const CudaResult ended = cuda.event_record(spread.direct_end, copy.stream);
   for (const Relay& relay : spread.relays) {
     if (!relay.launched) continue;
-    const CudaResult waits = cuda.stream_wait(copy.stream, relay.end, 0);
+    const CudaResult waits = cuda.stream_wait(copy.stream, last_of(spread, relay), 0);
     if (result == kCudaOk) result = waits;
   }
   count_relayed(relayed);
-  return result != kCudaOk ? result : ended;
+  return result;
 }
 
-// Throws `Fault` if the relay does not run.
-void Paths::launch(const Copy& copy, Relay& relay, void* start) {
-  const auto& cuda = driver_.cuda;
-  const Current current(cuda, gpus_[relay.link->gpu].context);
-  void* lane = relay.lane->handle;
-  cuda.check("cuStreamWaitEvent", cuda.stream_wait(lane, start, 0));
-  cuda.check("cuEventRecord", cuda.event_record(relay.start, lane));
-  transfer::RelayParams params{};
-  params.recalled = words_, params.started = words_ + kWordsApart;
-  params.number = 1;  // the word for recalls has 0
-  const transfer::Piece piece{copy.target + relay.at, copy.source + relay.at, relay.size};
-  kernel_->launch(params, &piece, 1, lane);
-  if (const CudaResult result = cuda.event_record(relay.end, lane)) {
-    cuda.stream_synchronize(lane);  // what was launched must not write later
-    cuda.check("cuEventRecord", result);
+// Returns whether the neighbour takes the part.
+bool Paths::launch(const Copy& copy, const Spread& spread, Relay& relay) {
+  relay.events.begin = spread.start;
+  const Part part{copy.target + relay.at, copy.source + relay.at, relay.size, spread.inward};
+  try {
+    relay.lane->launch(part, relay.events);
+    relay.launched = true;
+  } catch (const Fault& fault) {
+    say(std::string("a neighbour relays no more: ") + fault.what());
+    gpus_[relay.link->gpu].broken = true;
   }
-  relay.launched = true;
+  return relay.launched;
 }
 
 // ---- copies that are over -----------------------------------------------------------------------
@@ -325,16 +315,19 @@ void Paths::collect() {
 
 // An event after an error is over, too: its stream does nothing more.
 bool Paths::is_over(const Spread& spread) {
-  {
-    const Current current(driver_.cuda, gpus_[spread.gpu].context);
-    if (driver_.cuda.event_query(spread.direct_end) == kCudaNotReady) return false;
-  }
+  const auto result_of = [&](const Gpu& gpu, void* event) {
+    const Current current(driver_.cuda, gpu.context);
+    return driver_.cuda.event_query(event);
+  };
+  Gpu& gpu = gpus_[spread.gpu];
+  if (result_of(gpu, spread.direct_end) == kCudaNotReady) return false;
   for (const Relay& relay : spread.relays) {
     if (!relay.launched) continue;
-    const Current current(driver_.cuda, gpus_[relay.link->gpu].context);
-    const CudaResult result = driver_.cuda.event_query(relay.end);
+    Gpu& neighbour = gpus_[relay.link->gpu];
+    const CudaResult result = result_of(neighbour, relay.events.end);
     if (result == kCudaNotReady) return false;
-    if (result != kCudaOk) gpus_[relay.link->gpu].broken = true;
+    if (result != kCudaOk) neighbour.broken = true;
+    if (spread.inward && result_of(gpu, relay.events.last) == kCudaNotReady) return false;
   }
   return true;
 }
@@ -350,8 +343,8 @@ void Paths::learn(const Spread& spread) {
   blend(gpu.direct_bytes_per_ms[spread.inward],
         rate(spread.start, spread.direct_end, spread.direct_size, gpu.context));
   for (const Relay& relay : spread.relays)
-    blend(relay.link->bytes_per_ms,
-          rate(relay.start, relay.end, relay.size, gpus_[relay.link->gpu].context));
+    blend(relay.link->bytes_per_ms[spread.inward],
+          rate(relay.events.start, relay.events.end, relay.size, gpus_[relay.link->gpu].context));
 }
 
 double Paths::rate(void* start, void* end, uint64_t size, void* context) {
@@ -364,13 +357,17 @@ double Paths::rate(void* start, void* end, uint64_t size, void* context) {
 void Paths::give_back(Spread& spread) {
   for (void* event : {spread.start, spread.direct_end})
     if (event != nullptr) gpus_[spread.gpu].events.push_back(event);
-  for (Relay& relay : spread.relays) give_back(relay);
+  for (Relay& relay : spread.relays) give_back(spread, relay);
 }
 
-void Paths::give_back(Relay& relay) {
-  if (relay.lane != nullptr) --relay.lane->copies;
-  for (void* event : {relay.start, relay.end})
-    if (event != nullptr) gpus_[relay.link->gpu].events.push_back(event);
+void Paths::give_back(const Spread& spread, Relay& relay) {
+  if (relay.lane != nullptr) --relay.lane->copies, relay.lane->chunks -= relay.chunks;
+  const auto give = [&](int gpu, void* event) {
+    if (event != nullptr) gpus_[gpu].events.push_back(event);
+  };
+  give(relay.link->gpu, relay.events.start);
+  give(relay.link->gpu, relay.events.end);
+  give(spread.gpu, relay.events.last);
 }
 
 }  // namespace c2c::multipath

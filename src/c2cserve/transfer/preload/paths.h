@@ -2,8 +2,8 @@
 //
 //     program's stream   ... | start |  direct part, by the copy engine  | wait | wait | ...
 //                                └──────────────┐                           ▲      ▲
-//     lane on neighbour 1                 wait | relay kernel | end ────────┘      │
-//     lane on neighbour 2                 wait | relay kernel | end ───────────────┘
+//     lane by neighbour 1                 wait | chunks in two hops ────────┘      │
+//     lane by neighbour 2                 wait | chunks in two hops ───────────────┘
 //
 // All of it is launched when the program asks for the copy, and events between GPUs do the rest. No
 // thread takes part while the copy waits or moves. So nothing depends on whether CUDA lets another
@@ -16,45 +16,35 @@
 #include <list>
 #include <memory>
 #include <mutex>
-#include <thread>
-#include <tuple>
 #include <vector>
 
-#include "../native/relay_kernel.h"
+#include "lane.h"
 #include "memory.h"
 
 namespace c2c::multipath {
 
-// A stream of the program's. The default streams have one handle for all GPUs, or for all threads.
-using Owner = std::tuple<int, void*, std::thread::id>;
-
-struct Lane {  // a stream of relays on a neighbour
-  void* handle = nullptr;
-  Owner owner;     // whose copies it has
-  int copies = 0;  // that are not known to be over
-};
-
 struct Link {  // of a GPU, as a neighbour of another one
   int gpu;
-  double bytes_per_ms;  // of its last relays for that GPU, in one direction
+  double bytes_per_ms[2];  // of its last parts for that GPU, out and in
+  std::vector<std::unique_ptr<Lane>> lanes;
 };
 
 struct Gpu {
   int device = -1;
   void* context = nullptr;  // null: not set up
   std::atomic<bool> broken{false};  // no context, or an error in it
-  std::vector<std::unique_ptr<Lane>> lanes;
   std::vector<void*> events;  // that nothing uses
   bool sought = false;        // whether the links below were looked for
-  std::vector<Link> links[2];  // neighbours for copies out, and in
+  std::vector<Link> links;    // neighbours
   double direct_bytes_per_ms[2];
 };
 
 struct Relay {
   Link* link = nullptr;
   Lane* lane = nullptr;
-  void *start = nullptr, *end = nullptr;  // events
+  PartEvents events{};
   uint64_t at = 0, size = 0;
+  int chunks = 0;
   bool launched = false;
 };
 
@@ -66,6 +56,11 @@ struct Spread {  // a copy that was begun
   uint64_t direct_size = 0;
   std::vector<Relay> relays;
 };
+
+// Returns the event for which the program's stream waits.
+inline void* last_of(const Spread& spread, const Relay& relay) {
+  return spread.inward ? relay.events.last : relay.events.end;
+}
 
 class Paths {
  public:
@@ -79,27 +74,26 @@ class Paths {
   Reason check_stream(const Copy& copy, void** context);
   void set_up(Gpu& gpu);
   void seek_links(int number);
-  bool reaches(int from, int to);
-  std::unique_ptr<Spread> reserve(const Copy& copy, const Memory& memory, Reason* reason);
+  bool reaches(int gpu, int neighbour);
+  std::unique_ptr<Spread> reserve(const Copy& copy, const Memory& memory, const Owner& owner,
+                                  Reason* reason);
   bool has_own(int gpu, bool inward) const;
-  bool take(Relay& relay, const Owner& owner);
-  Lane* lane_for(Gpu& gpu, const Owner& owner);
-  std::unique_ptr<Lane> new_lane(bool first);
+  bool take(Relay& relay, const Spread& spread, const Owner& owner);
+  Lane* lane_for(const Gpu& gpu, Link& link, const Owner& owner);
   void* event_of(Gpu& gpu);
   void divide(Spread& spread, uint64_t size);
-  void launch(const Copy& copy, Relay& relay, void* start);
+  uint64_t room_of(const Lane& lane, uint64_t part) const;
+  bool will_have_room(const Owner& owner, bool is_long);
+  bool launch(const Copy& copy, const Spread& spread, Relay& relay);
   CudaResult run(const Copy& copy, Spread& spread);
   void collect();
   bool is_over(const Spread& spread);
   void learn(const Spread& spread);
   void give_back(Spread& spread);
-  void give_back(Relay& relay);
+  void give_back(const Spread& spread, Relay& relay);
   double rate(void* start, void* end, uint64_t size, void* context);
 
   Driver driver_;
-  std::vector<char> cubin_;
-  std::unique_ptr<transfer::RelayKernel> kernel_;
-  CudaPointer words_ = 0;  // that a relay looks at and writes
   std::vector<Gpu> gpus_;
   std::mutex mutex_;
   std::list<std::unique_ptr<Spread>> begun_;

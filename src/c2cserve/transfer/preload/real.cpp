@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "hooks.h"
@@ -14,6 +15,7 @@ namespace c2c::multipath {
 namespace {
 
 constexpr char kDriver[] = "libcuda.so.1";
+constexpr uint64_t kBufferLeast = 4 << 10;
 thread_local int passing = 0;
 std::atomic<bool> given{false};
 
@@ -86,8 +88,9 @@ const Options& options() {
   static const Options made = [] {
     Options found;
     found.least_bytes = number_of("C2CSERVE_MULTIPATH_LEAST_BYTES", found.least_bytes);
+    const uint64_t buffer = number_of("C2CSERVE_MULTIPATH_BUFFER_BYTES", found.buffer_bytes);
+    found.buffer_bytes = std::max(buffer, kBufferLeast) / kBufferLeast * kBufferLeast;
     found.neighbours = int(number_of("C2CSERVE_MULTIPATH_NEIGHBOURS", found.neighbours));
-    found.relay_file = getenv("C2CSERVE_MULTIPATH_RELAY");
     return found;
   }();
   return made;

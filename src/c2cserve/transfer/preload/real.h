@@ -11,7 +11,6 @@ using transfer::CudaResult;
 using transfer::kCudaOk;
 
 constexpr CudaResult kNotInitialized = 3, kNoDevice = 100, kInvalidDevice = 101;
-constexpr CudaResult kPeerEnabledAlready = 704, kPeerNotEnabled = 705;
 
 // Returns a function of CUDA's driver itself, null if there is none of that name. Loads the driver.
 void* real(const char* name);
@@ -35,7 +34,7 @@ class PassThrough {
 struct Options {  // of the environment
   uint64_t least_bytes = 6 << 20;  // smaller copies take one link
   int neighbours = 3;               // that a copy uses at most
-  const char* relay_file = nullptr; // the relay kernel
+  uint64_t buffer_bytes = 8 << 20;  // of each buffer in a neighbour's memory
 };
 const Options& options();
 

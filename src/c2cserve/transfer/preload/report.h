@@ -12,9 +12,7 @@ enum Reason : int {
   kManaged,     // memory that CUDA moves itself
   kNotLink,     // no copy between host memory and a GPU
   kPartOfRange, // a copy that leaves its allocation
-  kNoAccess,    // GPU memory that no neighbour can write
   kHostAccess,  // pinned memory that no neighbour can read
-  kMisaligned,  // addresses that differ modulo 16
   kCapture,     // into a graph
   kContext,     // not the primary context of the GPU whose memory it is
   kNoNeighbour, // no other GPU has a fast link to this one

@@ -4,6 +4,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include <atomic>
+
 extern "C" {
 int cuInit(unsigned);
 int cuDeviceGetCount(int*);
@@ -38,6 +40,8 @@ int cuMemcpyHtoDAsync_v2(uint64_t, const void*, size_t, void*);
 int cuMemcpyDtoHAsync_v2(void*, uint64_t, size_t, void*);
 int fake_map(uint64_t*, size_t, int);
 int fake_register(uint64_t*, size_t);
+int fake_peers();
+int fake_hold(void*, const std::atomic<int>*);
 }
 
 inline void check(int result, const char* call) {

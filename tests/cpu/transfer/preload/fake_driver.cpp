@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <random>
 #include <thread>
@@ -22,9 +23,11 @@ struct Allocation {
   bool ipc_capable;       // memory of cuMemAlloc: peers have access
   void* only_in;          // null, or the only context in which host memory is mapped
   std::set<int> access;   // of mapped memory
+  bool created = false;   // by cuMemCreate
 };
 std::map<uint64_t, Allocation> allocations;
 std::set<std::pair<void*, void*>> peers;
+std::map<uint64_t, std::pair<int, size_t>> created;  // by handle: the GPU, and bytes
 std::map<void*, Stream*> default_streams;
 std::vector<std::vector<std::function<bool()>>*> graphs;
 thread_local std::map<void*, Stream*> own_streams;
@@ -79,14 +82,26 @@ bool can_access(const Allocation& one, void* context) {
   return peers.count({context, reinterpret_cast<void*>(uintptr_t(one.gpu) + 1)}) > 0;
 }
 
-void check_relay(const Relay& relay) {
-  for (uint32_t i = 0; i < relay.pieces; ++i)
-    for (const uint64_t start : {relay.piece[i].target, relay.piece[i].source})
-      for (const uint64_t at : {start, start + relay.piece[i].size - 1}) {
-        const Allocation* one = allocation_of(at);
-        if (one == nullptr || one->kind == kManaged || !can_access(*one, current.back()))
-          broken("a relay touches memory that its GPU has no access to");
-      }
+// Copies by memory of cuMemCreate, which only the library has: each hop has to be one that a copy
+// engine makes over the right link. FAKE_FAILS is the number of the first hop that fails.
+int refuse(const Piece& copy) {
+  static int hops = 0;
+  static const int first_that_fails = getenv("FAKE_FAILS") ? atoi(getenv("FAKE_FAILS")) : INT32_MAX;
+  const Allocation *target = allocation_of(copy.target), *source = allocation_of(copy.source);
+  const bool is_fill = target != nullptr && target->created;
+  const Allocation *buffer = is_fill ? target : source, *other = is_fill ? source : target;
+  if (buffer == nullptr || !buffer->created) return 0;
+  void* const context = current.back();
+  if (copy.size > buffer->size || (is_fill ? copy.target : copy.source) + copy.size >
+                                      buffer->start + buffer->size)
+    broken("a hop leaves its buffers");
+  if (!buffer->access.count(gpu_of(context))) broken("a hop from a GPU that cannot reach a buffer");
+  if (other == nullptr || other->kind == kManaged || !can_access(*other, context))
+    broken("a hop touches memory that its GPU has no access to");
+  if (other->kind == kHost && buffer->gpu != gpu_of(context)) broken("a hop takes the other link");
+  if (other->kind == kDevice && (other->gpu != gpu_of(context) || buffer->gpu == other->gpu))
+    broken("a hop between GPUs is not its GPU's");
+  return ++hops >= first_that_fails ? kLaunchFailed : 0;
 }
 
 int add(uint64_t* address, size_t size, Allocation made) {
@@ -137,13 +152,24 @@ extern "C" {
 
 // Memory that is mapped for one GPU only.
 int fake_map(uint64_t* address, size_t size, int gpu) {
-  return add(address, size, {0, 0, kDevice, gpu, false, nullptr, {gpu}});
+  return add(address, size, {0, 0, kDevice, gpu, false, nullptr, {gpu}, false});
 }
 
 // Memory that is pinned in the current context only.
 int fake_register(uint64_t* address, size_t size) {
   void* const context = current.empty() ? nullptr : current.back();
   return add(address, size, {0, 0, kHost, 0, false, context, {}});
+}
+
+// The stream goes on when the number is not 0 any more.
+int fake_hold(void* stream, const std::atomic<int>* released) {
+  return enqueue(stream, [=] { return *released != 0; });
+}
+
+// How many contexts have access to all that others allocate.
+int fake_peers() {
+  const Lock lock(mutex);
+  return int(peers.size());
 }
 
 // ---- devices and contexts -----------------------------------------------------------------------
@@ -231,13 +257,53 @@ int cuMemAllocManaged(uint64_t* address, size_t size, unsigned) {
   return add(address, size, {0, 0, kManaged, 0, false, nullptr, {}});
 }
 
-int cuMemSetAccess(uint64_t address, size_t size, const int* access, size_t count) {
+int cuMemCreate(uint64_t* handle, size_t size, const int* properties, uint64_t flags) {
   const Lock lock(mutex);
+  if (getenv("FAKE_NO_MAPPINGS") != nullptr) return 2;
+  if (properties[0] != 1 || properties[1] != 0 || properties[2] != 1 || flags != 0) return 1;
+  if (properties[3] >= gpus() || size == 0 || size % (2 << 20) != 0) return 1;
+  *handle = created.size() + 1;
+  created[*handle] = {properties[3], size};
+  return 0;
+}
+
+int cuMemRelease(uint64_t handle) { return created.count(handle) ? 0 : 1; }
+
+int cuMemAddressReserve(uint64_t* address, size_t size, size_t, uint64_t, uint64_t) {
+  *address = reinterpret_cast<uint64_t>(aligned_alloc(4096, size));
+  return 0;
+}
+
+int cuMemAddressFree(uint64_t address, size_t) {
+  free(reinterpret_cast<void*>(address));
+  return 0;
+}
+
+int cuMemMap(uint64_t address, size_t size, size_t offset, uint64_t handle, uint64_t) {
+  const Lock lock(mutex);
+  if (offset != 0 || !created.count(handle) || created[handle].second != size) return 1;
+  allocations[address] = {address, size, kDevice, created[handle].first, false, nullptr, {}, true};
+  return 0;
+}
+
+int cuMemUnmap(uint64_t address, size_t) {
+  const Lock lock(mutex);
+  return allocations.erase(address) ? 0 : 1;
+}
+
+struct Access {
+  int location_kind, location_id, flags;
+};
+
+int cuMemSetAccess(uint64_t address, size_t size, const Access* access, size_t count) {
+  const Lock lock(mutex);
+  if (getenv("FAKE_NO_ACCESS") != nullptr) return 801;
   Allocation* one = allocation_of(address);
-  if (one == nullptr || one->start != address || one->size != size) return 1;
-  if (one->ipc_capable || count != 1) return 1;
-  if (access[0] != 1 || access[2] != 3) return 1;
-  one->access.insert(access[1]);
+  if (one == nullptr || !one->created || one->start != address || one->size != size) return 1;
+  for (size_t i = 0; i < count; ++i) {
+    if (access[i].location_kind != 1 || access[i].flags != 3) return 1;
+    one->access.insert(access[i].location_id);
+  }
   return 0;
 }
 

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <string>
 
 #include "driver.h"
@@ -13,8 +14,9 @@
 namespace {
 
 constexpr size_t kSize = 1 << 20;
+constexpr int kReasons = 13, kMany = 40;
 struct Counts {
-  int64_t copies[15], bytes[15], relayed;
+  int64_t copies[kReasons], bytes[kReasons], relayed;
 };
 
 Counts counts() {
@@ -55,6 +57,16 @@ uint64_t copy(Memory& m, const std::string& what) {
     CHECK(cuMemcpyDtoHAsync_v2(m.pageable, m.gpu, 100, m.stream));
     memset(pinned, 0, kSize);
     CHECK(cuMemcpyDtoHAsync_v2(pinned, m.gpu, kSize, m.stream));
+  } else if (what == "odd") {  // the addresses differ modulo 16
+    CHECK(cuMemcpyHtoDAsync_v2(m.gpu + 5, pinned, kSize - 5, m.stream));
+    CHECK(cuMemcpyHtoDAsync_v2(m.gpu, pinned, 5, m.stream));
+  } else if (what == "many") {
+    for (int i = 0; i < kMany; ++i) CHECK(cuMemcpyHtoDAsync_v2(m.gpu, pinned, kSize, m.stream));
+  } else if (what == "held") {  // the stream waits for this thread, which asks for more first
+    static std::atomic<int> asked{0};
+    CHECK(fake_hold(m.stream, &asked));
+    for (int i = 0; i < kMany; ++i) CHECK(cuMemcpyHtoDAsync_v2(m.gpu, pinned, kSize, m.stream));
+    asked = 1;
   } else if (what == "small") {
     CHECK(cuMemcpyHtoDAsync_v2(m.gpu, pinned, 1000, m.stream));
   } else if (what == "now") {
@@ -98,6 +110,7 @@ uint64_t copy(Memory& m, const std::string& what) {
                            cuCtxDisablePeerAccess(m.first)};
     CHECK(cuCtxSetCurrent(m.first));
     for (int result : results) printf("%d ", result);
+    printf("%d ", fake_peers());
     CHECK(cuMemcpyHtoDAsync_v2(m.gpu, pinned, kSize, m.stream));
   } else if (what == "reset") {
     CHECK(cuDevicePrimaryCtxReset_v2(0));
@@ -106,7 +119,7 @@ uint64_t copy(Memory& m, const std::string& what) {
     const pid_t child = fork();
     if (child == 0) {
       cuMemcpyHtoDAsync_v2(m.gpu, pinned, kSize, m.stream);
-      _exit(int(counts().copies[12]));  // of forked children
+      _exit(int(counts().copies[10]));  // of forked children
     }
     int status = 0;
     waitpid(child, &status, 0);
@@ -137,7 +150,7 @@ int main(int count, char** words) {
     for (size_t k = 0; at != 0 && k < kSize; ++k)
       arrived &= reinterpret_cast<char*>(at)[k] == char(17 + i);
     printf("%s:", words[i]);
-    for (int k = 0; k < 15; ++k)
+    for (int k = 0; k < kReasons; ++k)
       for (int64_t n = before.copies[k]; n < after.copies[k]; ++n) printf(" %d", k);
     printf("%s%s\n", after.relayed > before.relayed ? " relayed" : "", arrived ? "" : " WRONG");
   }

@@ -34,7 +34,7 @@ class Programs:
         for name in ("random_program", "one_copy"):
             self._compile(f"{name}.cpp", name, str(folder / "libcuda.so.1"), "-ldl")
         self._compile("past_the_library.cpp", "past_the_library", "-ldl")
-        (folder / "relay").write_text("code")
+        self._compile("fake_runtime.cpp", "libcudart.so.13", "-fPIC", "-shared", "-ldl")
 
     def _compile(self, source: str, target: str, *flags: str) -> None:
         command = ["g++", *_FLAGS, str(_SOURCES / source), *flags, "-o", str(self._folder / target)]
@@ -50,8 +50,8 @@ class Programs:
             if not name.startswith(("C2CSERVE_", "FAKE_", "CUDA_"))
         }
         environment["LD_LIBRARY_PATH"] = str(self._folder)
-        environment["C2CSERVE_MULTIPATH_RELAY"] = str(self._folder / "relay")
         environment["C2CSERVE_MULTIPATH_LEAST_BYTES"] = str(64 << 10)
+        environment["C2CSERVE_MULTIPATH_BUFFER_BYTES"] = str(8 << 10)
         if preloaded:
             environment["LD_PRELOAD"] = str(LIBRARY)
         done = subprocess.run(

@@ -70,11 +70,13 @@ class Linear:
         Without rows nothing is launched. Raises `OperandError`, `KernelMissingError`, `CudaError`,
         `ProfileMismatch`.
         """
-        rows = x.shape[0]
-        if rows > ROWS_STREAMED and w.transposed is not None and out is None:
-            # The usual case in long steps. It is kept short: no look-ups, and torch allocates.
-            self.launched["resident"] += 1
-            return _multiplied(x, w.transposed, bias)
+        rows, near = x.shape[0], None
+        if rows > ROWS_STREAMED:
+            near = w if w.transposed is not None else self._find(w)
+            if near.transposed is not None and out is None:
+                # The usual case in long steps. It is kept short, and torch allocates.
+                self.launched["resident"] += 1
+                return multiplied(x, near.transposed, bias)
         if out is None:
             out = torch.empty(rows, w.n, dtype=x.dtype, device=x.device)
         if rows == 0:
@@ -83,7 +85,7 @@ class Linear:
         if dataflow in ("direct", "split"):
             self._launch(dataflow, tiles, x, self._nearest(w), bias, out)
             return out
-        near = self._find(w)
+        near = near or self._find(w)
         if near.home == "hbm":
             self._launch("resident", tiles, x, near, bias, out)
             return out
@@ -100,7 +102,7 @@ class Linear:
         `__call__`.
         """
         rows = x.shape[0]
-        if rows > ROWS_STREAMED and w.transposed is not None:
+        if rows > ROWS_STREAMED:
             return silu_mul(self(x, w, bias))
         out = torch.empty(rows, w.n // 2, dtype=x.dtype, device=x.device)
         if rows == 0:
@@ -181,6 +183,6 @@ def launch(
     launcher()(context, x, w, bias, out, tiles)
 
 
-def _multiplied(x: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor:
+def multiplied(x: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply into new memory, as `resident` does into given memory."""
     return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)

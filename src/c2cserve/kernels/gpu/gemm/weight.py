@@ -97,4 +97,4 @@ def local_weight(w: WeightHandle) -> Tensor:
 def for_libraries(w: WeightHandle) -> WeightHandle:
     """Return the handle of a matrix in this GPU's memory with `transposed` set. Raises
     `OperandError` as `local_weight` does."""
-    return replace(w, transposed=local_weight(w).t())
+    return w if w.transposed is not None else replace(w, transposed=local_weight(w).t())
