@@ -14,9 +14,9 @@
 namespace c2c::transfer {
 namespace {
 
-// What was begun delays this GPU's own copies: 6 MiB are 0.1 ms of a link. Smaller chunks, or fewer
-// of them, would not keep the link at work between two looks.
-constexpr uint64_t kChunkBytes = 2 << 20;
+// What was begun delays this GPU's own copies: the chunks of all lanes are 57 us of a link. A look,
+// and to begin another chunk, takes half of that, so the link stays at work.
+constexpr uint64_t kChunkBytes = 1 << 20;
 constexpr size_t kChunkParts = 64;   // small pieces share a chunk
 constexpr uint64_t kAligned = 256;   // parts, in a buffer
 constexpr long kLookNs = 10'000, kSleepNs = 200'000'000;
