@@ -75,6 +75,15 @@ class Gpu:
         self._pinned: PinnedRegion | None = None
         self._random = (torch.randn(_PIECE, device=self.device) * 0.02).bfloat16()
 
+    def warm_gemms(self) -> tuple[int, float]:
+        """Run GEMMs of usual prompts once, of all models that were warmed. Return how many there
+        are, and the seconds of the host."""
+        uses = self._parts.first_uses
+        while uses.go_on(idle=True):
+            pass
+        self.synchronize()
+        return uses.done, uses.seconds
+
     # ---- memory ---------------------------------------------------------------------------------
 
     def buffer(self, home: Home, size: int) -> Tensor:

@@ -1,7 +1,7 @@
 """What steps of a resident model cost: wall, host and GPU time, with and without prompts.
 
 python benchmarks/step_launch.py [--shape llama-8b] [--layers N] [--rates measured|assumed]
-    [--kept] [--steps N] [--profile] [--out FILE]
+    [--kept] [--warm] [--steps N] [--profile] [--out FILE]
 
 All weights are in HBM; each sequence has a context of some 600 tokens. Of each kind of step:
 
@@ -11,19 +11,27 @@ All weights are in HBM; each sequence has a context of some 600 tokens. Of each 
   none   launched one by one instead of as graphs (`wall`, for comparison)
   slow   the slowest step of those that `wall` is of: a graph is captured in one of the first
 
-A step is bound by the host where `host` is larger than `gpu`. Those are prompts of one length. Of
-prompts of lengths that no prompt had before, `host` is shown beside that of the same lengths later:
-their difference is what libraries do for a new shape. With --kept weights have their home
-in host memory and are kept by the weight cache, as in serving. --profile shows where the host's
-time goes in a mixed step. Without a profile of this machine (or with --rates assumed) GEMM kernels
-are picked by an H200's known rates, which works on any Hopper GPU.
+A step is bound by the host where `host` is larger than `gpu`. Those are prompts of one length. Two
+measurements of `host` come before them:
+
+  lengths   prompts of lengths that no prompt had before, then of the same lengths again
+  live      prompts of random lengths, each with some decode steps, then a pause as between requests
+
+A length is rounded up (`kernels.gpu.gemm.long_rows`), so some lengths only look new. With --warm
+all usual ones are run before, as a server does it while it has time; what that takes is shown. With
+--kept weights have their home in host memory and are kept by the weight cache, as in serving.
+--profile shows where the host's time goes in a mixed step. Without a profile of this machine (or
+with --rates assumed) GEMM kernels are picked by an H200's known rates, which works on any Hopper
+GPU.
 """
 
 import argparse
 import cProfile
 import pstats
+import random
 import time
 from collections.abc import Sequence
+from math import log
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
@@ -42,6 +50,13 @@ MIXED = ((31, 512), (127, 512), (255, 512))
 PROMPTS = (512, 2048)
 NEW_LENGTHS = tuple(range(71, 1024, 37))
 """Prompts of more rows than our own GEMMs take."""
+LIVE_PROMPTS = 60
+_LIVE_MEDIAN, _LIVE_SPREAD, _LIVE_MOST = 512, 0.6, 2048
+"""Tokens of a live prompt: lognormal, up to a most."""
+_LIVE_DECODES = 8
+_LIVE_PAUSE_S = 0.03
+_FIRST_PROMPT = 2100
+"""Tokens of the prompt that loads what any prompt needs. Its rows are those of no other one."""
 _KV_BYTES = 28 << 30
 _PREFILL_SEQS = 8
 _WARM = 6
@@ -56,6 +71,10 @@ class Machine(EngineMachine, Protocol):
     picked_by: str
 
     def warm(self, config: Any) -> None: ...
+
+    def warm_gemms(self) -> tuple[int, float]:
+        """Run GEMMs of usual prompts once. Return how many, and the seconds of the host."""
+        ...
 
     def buffer(self, home: Any, size: int) -> torch.Tensor: ...
 
@@ -86,6 +105,7 @@ def _arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="at most")
     parser.add_argument("--rates", choices=("measured", "assumed"), help="of GEMMs")
     parser.add_argument("--kept", action="store_true", help="weights at the host, all kept in HBM")
+    parser.add_argument("--warm", action="store_true", help="GEMMs of usual prompts run before")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of a kind")
     parser.add_argument("--profile", action="store_true", help="the host's side of a mixed step")
     parser.add_argument("--out", type=Path, help="JSON")
@@ -99,6 +119,12 @@ def measure(machine: Machine, given: argparse.Namespace) -> list[dict[str, Any]]
     cases = [(decodes, 0) for decodes in DECODES]
     cases += [*MIXED, *((0, tokens) for tokens in PROMPTS)]
     rows: list[dict[str, Any]] = []
+    gemms, warm_s = machine.warm_gemms() if given.warm else (0, 0.0)
+    print(f"{gemms} GEMMs of prompts were run before: {warm_s:.2f} s")
+    host = {**bench.lengths(NEW_LENGTHS), **bench.live(LIVE_PROMPTS)}
+    for name, took_s in host.items():
+        print(f"host, {len(took_s)} prompts, {name}: median {1e3 * median(took_s):.2f} ms, mean"
+              f" {1e3 * fmean(took_s):.2f}, most {1e3 * max(took_s):.2f}", flush=True)  # fmt: skip
     print(f"{'step':>22}{'wall':>9}{'host':>9}{'gpu':>9}{'none':>9}{'slow':>9}  ms", flush=True)
     for decodes, tokens in cases:
         row = bench.case(decodes, tokens)
@@ -106,19 +132,16 @@ def measure(machine: Machine, given: argparse.Namespace) -> list[dict[str, Any]]
         times = ("wall_s", "host_s", "gpu_s", "launched_wall_s", "slowest_s")
         shown = "".join(f"{1e3 * row[name]:9.2f}" for name in times)
         print(f"{_name(decodes, tokens):>22}{shown}", flush=True)
-    lengths = bench.lengths(NEW_LENGTHS)
-    print(f"host, {len(NEW_LENGTHS)} prompts of {NEW_LENGTHS[0]} to {NEW_LENGTHS[-1]} tokens, ms:",
-          ", ".join(f"{name} {1e3 * median(took_s):.2f} (mean {1e3 * fmean(took_s):.2f})"
-                    for name, took_s in lengths.items()))  # fmt: skip
     if given.profile:
         bench.profile(*MIXED[1])
     results = {
         "gpu": machine.name, "torch": torch.__version__, "picked_by": machine.picked_by,
-        "steps": rows, "lengths": lengths, "seconds": time.monotonic() - began_s,
+        "steps": rows, "lengths": host, "gemms_warmed": gemms, "gemm_warm_s": warm_s,
+        "seconds": time.monotonic() - began_s,
     }  # fmt: skip
     report(
         results, given.out, show=False, shape=given.shape, layers=given.layers, kept=given.kept,
-        steps=given.steps,
+        warm=given.warm, steps=given.steps,
     )  # fmt: skip
     return rows
 
@@ -155,8 +178,32 @@ class Bench:
 
     def lengths(self, tokens: Sequence[int]) -> dict[str, list[float]]:
         """Return the host's times for one prompt of each length, twice."""
+        self._ended_s(_FIRST_PROMPT)
         names = ("new lengths", "the same again")
         return {name: [self._ended_s(one) for one in tokens] for name in names}
+
+    def live(self, count: int) -> dict[str, list[float]]:
+        """Return the host's times for prompts as they come to a server, and for the same prompts
+        again."""
+        chance = random.Random(11)
+        tokens = [
+            min(_LIVE_MOST, max(1, int(chance.lognormvariate(log(_LIVE_MEDIAN), _LIVE_SPREAD))))
+            for _ in range(count)
+        ]
+        names = ("live", "live again")
+        return {name: [self._answered_s(one) for one in tokens] for name in names}
+
+    def _answered_s(self, tokens: int) -> float:
+        """Answer one request after a pause. Return the host's time for its prompt."""
+        time.sleep(_LIVE_PAUSE_S)
+        names = self._batch([], tokens)
+        begin_s = time.perf_counter()
+        self._engine.launch(names)
+        taken_s = time.perf_counter() - begin_s
+        self._engine.finish()
+        self._engine.decode(names, _LIVE_DECODES)
+        self._engine.end()
+        return taken_s
 
     def _ended_s(self, tokens: int) -> float:
         taken_s = self._host_s([], tokens)

@@ -135,7 +135,7 @@ class LiveServer:
             self._make_fleet(slices),
             host,
             ended.set_result,
-            settings.admission.burst_s,
+            settings.admission.entrance_burst_s,
             self._policy,
         )
         gateway.post(PoolState(host.budget_bytes))

@@ -49,6 +49,11 @@ class AdmissionSettings:
     """An overload begins when requests that can be in time have waited for so long without a break.
     In it nothing waits for longer than its TTFT target. 0: any queue is. inf: none is."""
 
+    @property
+    def entrance_burst_s(self) -> float:
+        """`burst_s` of the entrance, which refuses nothing either if patience has no end."""
+        return self.burst_s if self.patience > 0.0 else inf
+
 
 class Standing:
     """Tells a queue that stands from a burst that passes."""
@@ -279,7 +284,8 @@ class Admission:
         """Return what the server must know to refuse newcomers before anything is done for them;
         nothing if that has not changed."""
         backlog = _NO_BACKLOG
-        if self.overload and self.throughput.per_s > 0.0:
+        refuses = self._settings.patience > 0.0
+        if refuses and self.overload and self.throughput.per_s > 0.0:
             waiting = self._queue.punctual(self._usable)
             models = self._queue.models_in_time(self._usable)
             backlog = Backlog(

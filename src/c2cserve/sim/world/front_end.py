@@ -57,7 +57,7 @@ class FrontEndSimulation(Simulation):
         self._costs = front_end
         self._users = users
         self._random = Random(settings.seed)
-        self._entrance = Entrance(settings.admission.burst_s)
+        self._entrance = Entrance(settings.admission.entrance_burst_s)
         self._backlog = act.Backlog()
         self._work: deque[tuple[Callable[..., float], tuple[object, ...]]] = deque()
         """What the event loop still has to do. Each call returns how long it takes."""

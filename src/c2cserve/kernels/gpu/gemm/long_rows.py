@@ -2,8 +2,8 @@
 
 For each number of rows of a matrix's shape, cuBLAS chooses kernels anew and loads those that it has
 not used. That takes the host as long as the launch of many layers. So rows of long steps are padded
-to a few numbers, and a slice runs each GEMM of usual prompts once when a model of a new shape is
-attached:
+to a few numbers. When a model of a new shape is attached, the slice runs each GEMM of usual prompts
+once:
 
     attached    | one GEMM | one GEMM | ...       while the slice has no request: one after another
     requests    | step | one GEMM | step | ...    else one in `_APART_S`, so no step waits for more
@@ -65,7 +65,7 @@ class FirstUses:
         """`memory`: uint8 on the GPU. It is read in place of weights, whatever it holds."""
         self._memory = memory
         self._clock = clock
-        self._known: set[MatrixShape] = set()
+        self._shapes: set[MatrixShape] = set()
         self._left: deque[tuple[int, MatrixShape]] = deque()
         self._last_s = float("-inf")
         self.done = 0
@@ -82,9 +82,9 @@ class FirstUses:
         larger than the memory are left out: they are not multiplied from there."""
         new = [
             one for one in dict.fromkeys(shapes)
-            if one not in self._known and one.n * one.k * ITEM_BYTES <= self._memory.numel()
+            if one not in self._shapes and one.n * one.k * ITEM_BYTES <= self._memory.numel()
         ]  # fmt: skip
-        self._known.update(new)
+        self._shapes.update(new)
         # The largest first: what torch allocates for it serves all others, and prompts.
         self._left.extend((rows, shape) for rows in usual_rows() for shape in new)
 
