@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+from multipath_vllm import SPREAD
 from programs import LIBRARY, Programs, Ran
 
 HOOKED = {
@@ -184,8 +185,9 @@ def test_random_operations_of_other_seeds(programs: Programs, seed: int) -> None
 
 def test_sums_are_printed_at_the_end_if_they_are_asked_for(programs: Programs) -> None:
     words = ["in", "in", "pageable", "captured"]
-    assert "over several links" not in programs.run("one_copy", words).said
+    assert "several links" not in programs.run("one_copy", words).said
     said = programs.run("one_copy", words, C2CSERVE_MULTIPATH_REPORT="1").said
+    assert said.count(SPREAD) == 1
     assert "2 copies, 2 MB: over several links (" in said
     assert "1 copies, 1 MB: captured into a graph" in said
 
