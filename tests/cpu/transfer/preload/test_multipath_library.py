@@ -155,11 +155,13 @@ def test_a_program_that_is_killed_is_just_gone(programs: Programs) -> None:
 # ---- many at once -------------------------------------------------------------------------------
 
 
-def ran_twice(programs: Programs, how: str, seed: int, operations: int) -> tuple[Ran, Ran]:
+def ran_twice(
+    programs: Programs, how: str, seed: int, operations: int, **more: str
+) -> tuple[Ran, Ran]:
     words = [how, str(seed), str(operations)]
     seeds = {"FAKE_SEED": str(seed)}
     plain = programs.run("random_program", words, preloaded=False, **seeds)
-    spread = programs.run("random_program", words, **seeds)
+    spread = programs.run("random_program", words, **seeds, **more)
     assert plain.returncode == spread.returncode == 0, spread
     return plain, spread
 
@@ -181,6 +183,14 @@ def test_random_operations_give_the_same_memory(
 def test_random_operations_of_other_seeds(programs: Programs, seed: int) -> None:
     plain, spread = ran_twice(programs, "linked", seed, 2000)
     assert spread.lines[0] == plain.lines[0]
+
+
+@pytest.mark.parametrize("number", [50, 333, 1500])
+def test_random_operations_of_which_hops_fail(programs: Programs, number: int) -> None:
+    """Both GPUs are neighbours that break while other copies are under way."""
+    plain, spread = ran_twice(programs, "linked", number, 1000, FAKE_FAILS=str(number))
+    assert spread.lines[0] == plain.lines[0]
+    assert "a neighbour relays no more" in spread.said
 
 
 def test_sums_are_printed_at_the_end_if_they_are_asked_for(programs: Programs) -> None:
