@@ -29,6 +29,8 @@ const char* const kNames[kReasons] = {
 
 std::atomic<int64_t> copies[kReasons], bytes_of[kReasons], relayed;
 
+bool is_asked_for() { return getenv("C2CSERVE_MULTIPATH_REPORT") != nullptr; }
+
 // What a program does a lot of without a loss is not worth a line each time.
 bool is_quiet(Reason reason) {
   return reason == kSpread || reason == kNotLink || reason == kCapture || reason == kBusy;
@@ -41,7 +43,7 @@ __attribute__((destructor)) void report_at_end() {
         "The program finds the driver in a way that is not known here");
     return;
   }
-  if (getenv("C2CSERVE_MULTIPATH_REPORT") == nullptr) return;
+  if (!is_asked_for()) return;
   for (int i = 0; i < kReasons; ++i) {
     if (copies[i] == 0) continue;
     std::string line = std::to_string(copies[i]) + " copies, " +
@@ -60,7 +62,9 @@ void say(const std::string& line) {
 
 void count(Reason reason, uint64_t bytes, const char* detail) {
   bytes_of[reason] += int64_t(bytes);
-  if (copies[reason]++ > 0 || is_quiet(reason)) return;
+  if (copies[reason]++ > 0) return;
+  if (reason == kSpread && is_asked_for()) say("copies take several links");
+  if (is_quiet(reason)) return;
   std::string line = std::string("a copy of ") + std::to_string(bytes / 1000000) +
                      " MB takes one link: " + kNames[reason];
   if (*detail != 0) line += std::string(" (") + detail + ")";

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+from multipath_vllm import SPREAD
 from programs import LIBRARY, Programs, Ran
 
 HOOKED = {
@@ -154,11 +155,13 @@ def test_a_program_that_is_killed_is_just_gone(programs: Programs) -> None:
 # ---- many at once -------------------------------------------------------------------------------
 
 
-def ran_twice(programs: Programs, how: str, seed: int, operations: int) -> tuple[Ran, Ran]:
+def ran_twice(
+    programs: Programs, how: str, seed: int, operations: int, **more: str
+) -> tuple[Ran, Ran]:
     words = [how, str(seed), str(operations)]
     seeds = {"FAKE_SEED": str(seed)}
     plain = programs.run("random_program", words, preloaded=False, **seeds)
-    spread = programs.run("random_program", words, **seeds)
+    spread = programs.run("random_program", words, **seeds, **more)
     assert plain.returncode == spread.returncode == 0, spread
     return plain, spread
 
@@ -182,10 +185,19 @@ def test_random_operations_of_other_seeds(programs: Programs, seed: int) -> None
     assert spread.lines[0] == plain.lines[0]
 
 
+@pytest.mark.parametrize("number", [50, 333, 1500])
+def test_random_operations_of_which_hops_fail(programs: Programs, number: int) -> None:
+    """Both GPUs are neighbours that break while other copies are under way."""
+    plain, spread = ran_twice(programs, "linked", number, 1000, FAKE_FAILS=str(number))
+    assert spread.lines[0] == plain.lines[0]
+    assert "a neighbour relays no more" in spread.said
+
+
 def test_sums_are_printed_at_the_end_if_they_are_asked_for(programs: Programs) -> None:
     words = ["in", "in", "pageable", "captured"]
-    assert "over several links" not in programs.run("one_copy", words).said
+    assert "several links" not in programs.run("one_copy", words).said
     said = programs.run("one_copy", words, C2CSERVE_MULTIPATH_REPORT="1").said
+    assert said.count(SPREAD) == 1
     assert "2 copies, 2 MB: over several links (" in said
     assert "1 copies, 1 MB: captured into a graph" in said
 
