@@ -1,8 +1,10 @@
 """vLLM's sleep and wake, with several links and without: times, and answers before and after.
 
-python benchmarks/multipath_vllm.py CHECKPOINT [--turns 5] [--utilization 0.4] [--out FILE]
+python benchmarks/multipath_vllm.py CHECKPOINT [--turns 5] [--utilization 0.4] [--kv-bytes N]
+    [--out FILE]
 
-vLLM is what `python -m vllm.entrypoints.openai.api_server` finds. It is started twice, on GPU 0.
+vLLM is what `python -m vllm.entrypoints.openai.api_server` finds. Two of it start at
+the same time, on GPU 0. One is measured while the other has nothing to do.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import urllib.request
 from collections.abc import Generator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from report import report
 
@@ -35,6 +37,11 @@ _SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1",
 }  # fmt: skip
+
+
+class Server(NamedTuple):
+    url: str
+    process: "subprocess.Popen[bytes]"
 
 
 def ask(url: str, body: dict[str, Any] | None = None, *, get: bool = False) -> bytes:
@@ -55,8 +62,10 @@ def answers(url: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def vllm(checkpoint: str, utilization: float, log: Path, *, spread: bool) -> Generator[str]:
-    """A server on a free port. Raises `TimeoutError`."""
+def vllm(
+    checkpoint: str, given: argparse.Namespace, log: Path, *, spread: bool
+) -> Generator[Server]:
+    """A server that starts, on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -65,23 +74,15 @@ def vllm(checkpoint: str, utilization: float, log: Path, *, spread: bool) -> Gen
         environment = multipath_environment(environment, report=True)
     opened = log.open("w")
     server = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint,
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", given.checkpoint,
          "--served-model-name", "m", "--port", str(port), "--max-model-len", "4096",
-         "--gpu-memory-utilization", str(utilization), "--enable-sleep-mode",
-         "--no-enable-prefix-caching", "--enforce-eager"],
+         "--gpu-memory-utilization", str(given.utilization), "--kv-cache-memory-bytes",
+         str(given.kv_bytes), "--enable-sleep-mode", "--no-enable-prefix-caching",
+         "--enforce-eager"],
         env=environment, stdout=opened, stderr=opened, start_new_session=True,
     )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
     try:
-        until = time.monotonic() + _UP_WITHIN_S
-        while True:
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                ask(f"{url}/health", get=True)
-                break
-            if server.poll() is not None or time.monotonic() > until:
-                raise TimeoutError("vLLM does not come up; its log says why")
-            time.sleep(1)
-        yield url
+        yield Server(f"http://127.0.0.1:{port}", server)
     finally:
         os.killpg(server.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -90,6 +91,18 @@ def vllm(checkpoint: str, utilization: float, log: Path, *, spread: bool) -> Gen
             os.killpg(server.pid, signal.SIGKILL)
         opened.close()
         sys.stderr.write(log.read_text(errors="replace"))
+
+
+def wait_up(server: Server) -> None:
+    """Raises `TimeoutError`."""
+    until = time.monotonic() + _UP_WITHIN_S
+    while True:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            ask(f"{server.url}/health", get=True)
+            return
+        if server.process.poll() is not None or time.monotonic() > until:
+            raise TimeoutError("vLLM does not come up; its log says why")
+        time.sleep(1)
 
 
 def measure(url: str, turns: int) -> dict[str, Any]:
@@ -121,16 +134,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--utilization", type=float, default=0.4)
+    parser.add_argument("--utilization", type=float, default=0.4, help="of the GPU, for each")
+    parser.add_argument("--kv-bytes", type=int, default=8 * 10**9, help="KV of each")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("plain", "spread"):
-            log, spread = Path(folder) / f"{name}.log", name == "spread"
-            with vllm(options.checkpoint, options.utilization, log, spread=spread) as url:
-                found[name] = measure(url, options.turns)
-                found[name]["spread"] = says_spread(log)
+        logs = {name: Path(folder) / f"{name}.log" for name in ("plain", "spread")}
+        with contextlib.ExitStack() as servers:
+            up = {
+                name: servers.enter_context(vllm(options, log, spread=name == "spread"))
+                for name, log in logs.items()
+            }
+            for server in up.values():
+                wait_up(server)
+            for name, server in up.items():
+                found[name] = measure(server.url, options.turns)
+                found[name]["spread"] = says_spread(logs[name])
     said = [found[name][when] for name in found for when in ("before", "after")]
     ratios = {
         key: median(found["plain"][key]) / median(found["spread"][key])
