@@ -62,9 +62,7 @@ def answers(url: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def vllm(
-    checkpoint: str, given: argparse.Namespace, log: Path, *, spread: bool
-) -> Generator[Server]:
+def vllm(given: argparse.Namespace, log: Path, *, spread: bool) -> Generator[Server]:
     """A server that starts, on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
