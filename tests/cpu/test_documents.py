@@ -28,7 +28,7 @@ OTHER_PROGRAMS = {
     "--head": "ray", "--object-store-memory": "ray",
     "--shm-size": "docker", "--read-only": "docker", "--tmpfs": "docker",
     "--cap-drop": "docker", "--security-opt": "docker", "--gpus": "docker", "--ulimit": "docker",
-    "--entrypoint": "docker",
+    "--entrypoint": "docker", "--read-only-tmpfs": "podman",
     "--constraint": "pip",
 }  # fmt: skip
 """Options in the documents that are not of this project."""

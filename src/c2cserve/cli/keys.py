@@ -231,8 +231,9 @@ def _moment(text: str, now: datetime) -> datetime:
     match = _DURATION.fullmatch(text)
     try:
         if match is not None:
-            return now + timedelta(hours=int(match[1]) * _HOURS[match[2]])
-        moment = datetime.fromisoformat(text)
+            moment = now + timedelta(hours=int(match[1]) * _HOURS[match[2]])
+        else:
+            moment = datetime.fromisoformat(text)
     except (ValueError, OverflowError):
         moment = None
     if moment is None or moment.tzinfo is None:

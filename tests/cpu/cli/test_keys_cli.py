@@ -97,7 +97,9 @@ def test_revoke_by_name_or_id(path: Path, capsys: Any) -> None:
         (("add", "a", "--model", ""), "--model has to be"),
         (("add", "a", "--expires", "tomorrow"), "'tomorrow'"),
         (("add", "a", "--expires", "2030-01-01"), "2030-01-01"),
+        (("add", "zoë"), "letters (A to Z, a to z)"),
         (("add", "a", "--expires", "999999w"), "999999w"),
+        (("add", "a", "--expires", "0d"), "has passed"),
         (("add", "a", "--expires", "2020-01-01T00:00:00+00:00"), "has passed"),
     ],
 )

@@ -1,6 +1,8 @@
 """Images and manifests run c2cserve as a user who may do little. (Docker itself is not needed.)"""
 
+import os
 import re
+import subprocess
 import tomllib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -103,6 +105,27 @@ def test_a_health_check_ends_well_or_raises(options: list[str]) -> None:
         check(command)
 
 
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_check_of_images_runs_them_as_their_first_lines_say(name: str) -> None:
+    head = (ROOT / name).read_text().partition("FROM")[0]
+    command = head.partition("Run:")[2].replace("\\\n#", " ")
+    rights = re.findall(r"--(?:read-only|cap-drop \S+|security-opt \S+)", command)
+    assert len(rights) == 3
+    check = (ROOT / "scripts/image_check").read_text()
+    assert all(one in check for one in rights)
+
+
+def test_the_check_of_images_fails_without_an_engine() -> None:
+    script = [str(ROOT / "scripts/image_check"), "--no-build"]
+    for variables, status in (({"ENGINE": "false"}, 1), ({"ENGINE": "", "PATH": "/nowhere"}, 2)):
+        found = subprocess.run(
+            ["/bin/bash", *script], env={**os.environ, **variables}, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert found.returncode == status, found.stderr
+    assert "neither docker nor podman" in found.stderr
+
+
 def test_the_two_images_have_the_same_base() -> None:
     bases = {value.split()[0] for name in IMAGES for one, value in all_instructions(name)
              if one == "FROM"}  # fmt: skip
@@ -119,6 +142,16 @@ def test_every_direct_dependency_has_one_version() -> None:
     wanted = [*project["dependencies"], *extras["gpu"], *extras["flash"]]
     names = {_plain(re.split(r"[^\w.-]", one)[0]) for one in wanted}
     assert names - pinned == {"nvidia-curand", "nvidia-ml-py"}, "torch's choice; the driver's"
+
+
+TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
+"""What torch's builds for CUDA require. The build for CPUs, which tests run with, requires none."""
+
+
+def test_torch_for_cuda_and_triton_can_be_installed_together() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    versions = dict(line.split("==") for line in lines if "==" in line)
+    assert versions["triton"] == TRITON_OF_TORCH[versions["torch"]]
 
 
 def _plain(name: str) -> str:

@@ -1,6 +1,6 @@
 """Keys in `/metrics`. The label `key` has the names of the keys that the server knows."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -17,10 +17,18 @@ _HELP = {
     "output_tokens": "Output tokens.",
 }
 
+KEYS_MAX = 500
+"""Keys with samples of their own. A scrape is rendered between two steps of the event loop: with
+10,000 keys it would hold every stream up for a second."""
+_OTHERS = "_others"
+"""The label of all keys beyond these. No key can have this name."""
+
 
 class KeyMetrics(Collector):
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
+        self._shown: dict[str, None] = {}
+        """Keys that have been active. Their counters stay, as counters should."""
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -46,24 +54,49 @@ class KeyMetrics(Collector):
     def _keys(self) -> Iterator[Metric]:
         """A key that left the file keeps its counters until the server ends."""
         gate, used = self._gate, self._gate.usage.by_key()
-        present = gate.keyring.present()
-        names = list(dict.fromkeys([*(key.name for key in present), *(n for n in used if n)]))
+        names = self._names(used)
         for field in FIELDS:
+            totals = dict.fromkeys(names, 0)
+            for name, value in used.items():
+                if name:
+                    totals[_label(name, names)] += getattr(value, field)
             family = CounterMetricFamily(f"c2cserve:key_{field}", _HELP[field], labels=["key"])
-            for name in names:
-                family.add_metric([name], getattr(used.get(name, Used()), field))
+            for name, total in totals.items():
+                family.add_metric([name], total)
             yield family
-        refused = CounterMetricFamily(
+        yield self._refused(names)
+        running = GaugeMetricFamily("c2cserve:key_running", "Choices under way.", labels=["key"])
+        under_way = dict.fromkeys(names, 0)
+        for key in gate.keyring.present():
+            under_way[_label(key.name, names)] += key.quota.running
+        for name, count in under_way.items():
+            running.add_metric([name], count)
+        yield running
+
+    def _refused(self, names: Mapping[str, None]) -> Metric:
+        refused = {(name, limit): 0 for name in names for limit in LIMITS}
+        for (name, limit), count in self._gate.usage.refused.items():
+            if name:
+                refused[_label(name, names), limit] += count
+        family = CounterMetricFamily(
             "c2cserve:key_refused", "Requests refused by a limit of the key.",
             labels=["key", "limit"],
         )  # fmt: skip
-        for name in names:
-            for limit in LIMITS:
-                refused.add_metric([name, limit], gate.usage.refused[name, limit])
-        yield refused
-        running = GaugeMetricFamily(
-            "c2cserve:key_running", "Choices under way.", labels=["key"]
-        )  # fmt: skip
-        for key in present:
-            running.add_metric([key.name], key.quota.running)
-        yield running
+        for labels, count in refused.items():
+            family.add_metric(labels, count)
+        return family
+
+    def _names(self, used: Mapping[str, Used]) -> dict[str, None]:
+        """The values of the label `key`: all keys, or of many keys those that were active first."""
+        refused = (name for name, _ in self._gate.usage.refused)
+        active = dict.fromkeys(name for name in (*used, *refused) if name)
+        room = KEYS_MAX - len(self._shown)
+        new = [name for name in active if name not in self._shown]
+        self._shown |= dict.fromkeys(new[:room])
+        present = (key.name for key in self._gate.keyring.present())
+        names = self._shown | active | dict.fromkeys(present)
+        return names if len(names) <= KEYS_MAX else {**self._shown, _OTHERS: None}
+
+
+def _label(name: str, names: Mapping[str, None]) -> str:
+    return name if name in names else _OTHERS

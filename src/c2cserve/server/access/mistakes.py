@@ -4,7 +4,10 @@ import re
 
 import msgspec
 
-_NAME = "1 to 64 letters, digits, '.', '_', '@' or '-', beginning with a letter or a digit"
+_NAME = (
+    "1 to 64 letters (A to Z, a to z), digits, '.', '_', '@' or '-', beginning with a letter or a"
+    " digit"
+)
 _COUNT = "a whole number from 1 to 1000000000"
 _TIME = "a number of milliseconds above 0, and 1000000000 at most"
 _MOMENT = "a date and time with its zone, such as 2030-01-31T12:00:00+00:00"
