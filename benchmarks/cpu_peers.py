@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from report import report
 
@@ -165,6 +166,35 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+Rates = dict[tuple[str, int, str], list[float]]
+
+
+def measure(
+    servers: tuple[Server, Server], given: argparse.Namespace, rng: random.Random, rates: Rates
+) -> None:
+    """One round: all prompts and all batches, of both servers in turns."""
+    for size in given.prompts:
+        for server in servers:
+            rate = prompt_rate(server, size, rng)
+            rates.setdefault(("prompt", size, server.name), []).append(rate)
+    for batch in given.batches:
+        for server in servers:
+            rate = decode_rate(server, batch, given.tokens, rng)
+            rates.setdefault(("decode", batch, server.name), []).append(rate)
+
+
+def medians(rates: Rates) -> list[dict[str, Any]]:
+    return [
+        {
+            "of": kind, "size": size, "tokens_per_s": (mine := statistics.median(all_ours)),
+            "llama_tokens_per_s": (peer := statistics.median(rates[kind, size, "llama.cpp"])),
+            "times_llama": mine / peer, "spread": [min(all_ours), max(all_ours)],
+        }
+        for (kind, size, name), all_ours in rates.items()
+        if name == "c2cserve"
+    ]  # fmt: skip
+
+
 def main() -> None:
     given = arguments()
     ports, threads = (free_port(), free_port()), str(given.threads)
@@ -179,34 +209,18 @@ def main() -> None:
         "--threads-batch", threads, "--parallel", str(most), "--ctx-size", context,
     ]  # fmt: skip
     rng, clock = random.Random(0), CLOCKS[given.clock]
-    rates: dict[tuple[str, int, str], list[float]] = {}
+    rates: Rates = {}
     with (
         running("c2cserve", ours, ports[0], given.model, clock) as one,
         running("llama.cpp", theirs, ports[1], given.model, clock) as other,
     ):
-        for run in range(given.runs + 1):  # the first is for warming up
-            for size in given.prompts:
-                for server in (one, other):
-                    rate = prompt_rate(server, size, rng)
-                    rates.setdefault(("prompt", size, server.name), []).append(rate)
-            for batch in given.batches:
-                for server in (one, other):
-                    rate = decode_rate(server, batch, given.tokens, rng)
-                    rates.setdefault(("decode", batch, server.name), []).append(rate)
-            if run == 0:
-                rates.clear()
-    results = [
-        {
-            "of": kind, "size": size, "tokens_per_s": (mine := statistics.median(all_ours)),
-            "llama_tokens_per_s": (peer := statistics.median(rates[kind, size, "llama.cpp"])),
-            "times_llama": mine / peer, "spread": [min(all_ours), max(all_ours)],
-        }
-        for (kind, size, name), all_ours in rates.items()
-        if name == "c2cserve"
-    ]  # fmt: skip
-    report(
-        {"served": results}, given.out, threads=given.threads, runs=given.runs, clock=given.clock
-    )
+        for server in (one, other):  # warming up
+            decode_rate(server, 1, 8, rng)
+        for run in range(1, given.runs + 1):
+            measure((one, other), given, rng, rates)
+            # After each round: what a run that is ended has measured is not lost.
+            report({"served": medians(rates)}, given.out, show=run == given.runs,
+                   threads=given.threads, runs=run, tokens=given.tokens, clock=given.clock)  # fmt: skip
 
 
 if __name__ == "__main__":
