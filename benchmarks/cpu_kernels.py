@@ -138,13 +138,12 @@ def decode(levels: Sequence[CpuOps], model: str, least_s: float) -> list[Record]
             for ops in levels
         }
         same_bits: dict[str, int] = {}
-        for way in FEW_ROWS if tiles else ():
-            if m > WAY_ROWS.get(way, m):
-                continue
-            same_bits[f"amx/{way}"] = same_as_default(tiles, layers, m, way)
-            calls[f"amx/{way}"] = layers.call(
-                m, lambda x, w, out, way=way: tiles.linear_few_rows(x, w, way, out)
-            )
+        if tiles:
+            ways = ways_of(tiles, layers, m)
+            calls |= ways
+            same_bits = {
+                name: same_as_default(tiles, layers, m, name.removeprefix("amx/")) for name in ways
+            }
         names = list(calls)
         calls["read"] = lambda: levels[0].read(layers.bits)
         narrow = {k: torch.randn(m, k).bfloat16() for _, k in layers.shapes}
@@ -159,6 +158,17 @@ def decode(levels: Sequence[CpuOps], model: str, least_s: float) -> list[Record]
             }  # fmt: skip
             records.append(record | ({"same_bits": same_bits[name]} if name in same_bits else {}))
     return records
+
+
+def ways_of(tiles: CpuOps, layers: Layers, m: int) -> Calls:
+    """The ways of few rows that multiply `m` rows, as "amx/WAY"."""
+    return {
+        f"amx/{way}": layers.call(
+            m, lambda x, w, out, way=way: tiles.linear_few_rows(x, w, way, out)
+        )
+        for way in FEW_ROWS
+        if m <= WAY_ROWS.get(way, m)
+    }
 
 
 def same_as_default(tiles: CpuOps, layers: Layers, m: int, way: str) -> int:

@@ -219,8 +219,10 @@ def main() -> None:
         for run in range(1, given.runs + 1):
             measure((one, other), given, rng, rates)
             # After each round: what a run that is ended has measured is not lost.
-            report({"served": medians(rates)}, given.out, show=run == given.runs,
-                   threads=given.threads, runs=run, tokens=given.tokens, clock=given.clock)  # fmt: skip
+            report(
+                {"served": medians(rates)}, given.out, show=run == given.runs,
+                threads=given.threads, runs=run, tokens=given.tokens, clock=given.clock,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":
