@@ -1,7 +1,7 @@
 """The CPU kernels of each level against torch's (oneDNN) and this machine's memory, in one run.
 
 python benchmarks/cpu_kernels.py [--threads N] [--levels amx,avx512_bf16] [--models 0.5B,8B]
-                                 [--seconds S] [--out FILE]
+                                 [--parts gemm,decode] [--seconds S] [--out FILE]
 
 All that is compared takes turns until its time is up, and the best turn of each counts. On a shared
 machine, medians tell more about the neighbours (`load_before` is what else ran). For the same
@@ -10,10 +10,10 @@ reason one thread is timed by the processor time it got, several by the clock on
     gemm       a layer's matrices, 32 to 512 rows. `times_torch`: torch's time over ours. torch's
                linear takes the weights as they are; `times_prepacked` is torch with weights that
                oneDNN has laid out for itself beforehand, a second copy.
-    decode     all matrices of as many layers as exceed every cache, for 1 to 8 rows: bytes of
-               weights per second, and as a share of a loop that only reads them.
-    few_rows   the same for each way in which the level `amx` can do it (few_rows.h); `same_bits`
-               says whether a way gives the bits of the default, for each shape of a layer.
+    decode     all matrices of as many layers as exceed every cache, for 1 to 16 rows: bytes of
+               weights per second, and as a share of a loop that only reads them. "amx/WAY" is one
+               of the ways in which the level `amx` can do it (few_rows.h); `same_bits` says whether
+               a way gives the bits of the default, for each shape of a layer.
     attention  a prompt's attention over its own blocks, and a decode step's over scattered blocks.
 """
 
@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from report import report
@@ -42,9 +43,10 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
     "1.5B": {"qkv": (2048, 1536), "o": (1536, 1536), "up": (17920, 1536), "down": (1536, 8960)},
     "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)},
 }
+PARTS = ("gemm", "decode", "attention", "small")
 GEMM_ROWS = (32, 128, 512)
-DECODE_ROWS = (1, 2, 4, 8)
-FEW_ROWS_ROWS = (1, 2, 4, 8, 16)
+DECODE_ROWS = (1, 2, 4, 8, 16)
+WAY_ROWS = {"vectors": 8, "along": 4}  # at most, where a way of few rows has a limit
 DECODE_BYTES = 1 << 29  # of weights: more than the caches of a server's socket
 # heads, kv heads, head size, context, sequences
 DECODE_ATTENTION = ((14, 2, 64, 2048, 8), (32, 8, 128, 2048, 8), (32, 8, 128, 8192, 1))
@@ -129,48 +131,51 @@ class Layers:
 
 def decode(levels: Sequence[CpuOps], model: str, least_s: float) -> list[Record]:
     layers, records = Layers(model), list[Record]()
+    tiles = next((ops for ops in levels if ops.isa == "amx"), None)
     for m in DECODE_ROWS:
         calls: Calls = {
             ops.isa: layers.call(m, lambda x, w, out, ops=ops: ops.linear(x, w, None, out))
             for ops in levels
         }
+        same_bits: dict[str, int] = {}
+        if tiles:
+            ways = ways_of(tiles, layers, m)
+            calls |= ways
+            same_bits = {
+                name: same_as_default(tiles, layers, m, name.removeprefix("amx/")) for name in ways
+            }
+        names = list(calls)
         calls["read"] = lambda: levels[0].read(layers.bits)
         narrow = {k: torch.randn(m, k).bfloat16() for _, k in layers.shapes}
         calls["torch"] = layers.call(
             m, lambda _x, w, _out, narrow=narrow: torch.nn.functional.linear(narrow[w.shape[1]], w)
         )
         taken = best_s(levels[0].threads, least_s, calls)
-        records += [
-            {
-                "level": ops.isa, "model": model, "m": m, "layers": layers.count,
-                **layers.rates(taken, ops.isa), "times_torch": taken["torch"] / taken[ops.isa],
-            }
-            for ops in levels
-        ]  # fmt: skip
+        for name in names:
+            record: Record = {
+                "level": name, "model": model, "m": m, "layers": layers.count,
+                **layers.rates(taken, name), "times_torch": taken["torch"] / taken[name],
+            }  # fmt: skip
+            records.append(record | ({"same_bits": same_bits[name]} if name in same_bits else {}))
     return records
 
 
-def few_rows(tiles: CpuOps, model: str, least_s: float) -> list[Record]:
-    """Every way of the level `amx` for few rows, and whether its bits are those of the default."""
-    layers, records = Layers(model), list[Record]()
-    for m in FEW_ROWS_ROWS:
-        calls: Calls = {
-            way: layers.call(m, lambda x, w, out, way=way: tiles.linear_few_rows(x, w, way, out))
-            for way in FEW_ROWS
-        }
-        taken = best_s(tiles.threads, least_s, calls | {"read": lambda: tiles.read(layers.bits)})
-        samples = [(torch.randn(m, w.shape[1]), w) for w in layers.matrices[: len(layers.shapes)]]
-        records += [
-            {
-                "way": way, "model": model, "m": m, **layers.rates(taken, way),
-                "same_bits": int(all(
-                    torch.equal(tiles.linear_few_rows(x, w, way), tiles.linear(x, w))
-                    for x, w in samples
-                )),
-            }
-            for way in FEW_ROWS
-        ]  # fmt: skip
-    return records
+def ways_of(tiles: CpuOps, layers: Layers, m: int) -> Calls:
+    """The ways of few rows that multiply `m` rows, as "amx/WAY"."""
+    return {
+        f"amx/{way}": layers.call(
+            m, lambda x, w, out, way=way: tiles.linear_few_rows(x, w, way, out)
+        )
+        for way in FEW_ROWS
+        if m <= WAY_ROWS.get(way, m)
+    }
+
+
+def same_as_default(tiles: CpuOps, layers: Layers, m: int, way: str) -> int:
+    """Return 1 if a way of few rows gives the bits of the default, for each shape of a layer."""
+    samples = [(torch.randn(m, w.shape[1]), w) for w in layers.matrices[: len(layers.shapes)]]
+    same = (torch.equal(tiles.linear_few_rows(x, w, way), tiles.linear(x, w)) for x, w in samples)
+    return int(all(same))
 
 
 def attention(
@@ -225,12 +230,43 @@ def small(ops: CpuOps, least_s: float) -> dict[str, float]:
     return {f"{name}_us": t * 1e6 for name, t in taken.items()}
 
 
+def gemms(levels: Sequence[CpuOps], given: argparse.Namespace) -> dict[str, Any]:
+    records = [
+        {"model": model, "matrix": name, **record}
+        for model in given.models
+        for name, (n, k) in MODELS[model].items()
+        for m in given.rows
+        for record in gemm(levels, m, n, k, given.seconds)
+    ]
+    return {"gemm": records}
+
+
+def decodes(levels: Sequence[CpuOps], given: argparse.Namespace) -> dict[str, Any]:
+    return {"decode": [r for model in given.models for r in decode(levels, model, given.seconds)]}
+
+
+def attentions(levels: Sequence[CpuOps], given: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "prompt_attention": [
+            record
+            for *shape, context in PROMPT_ATTENTION
+            for record in attention(levels, tuple(shape), context, 1, context, given.seconds)
+        ],
+        "decode_attention": [
+            record
+            for *shape, context, seqs in DECODE_ATTENTION
+            for record in attention(levels, tuple(shape), context, seqs, 1, given.seconds)
+        ],
+    }
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     runnable = [isa for isa in ISAS if best_isa(usable_flags(), isa) == isa]
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--levels", type=lambda text: text.split(","), default=runnable[:3])
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS)
     parser.add_argument("--rows", type=lambda t: [int(m) for m in t.split(",")], default=GEMM_ROWS)
     parser.add_argument("--seconds", type=float, default=0.5, help="at least, per measurement")
     parser.add_argument("--out", type=Path, help="JSON")
@@ -243,38 +279,17 @@ def main() -> None:
     cpus = sorted(os.sched_getaffinity(0))[: given.threads]
     levels = [CpuOps(given.threads, cpus if given.threads > 1 else None, isa)
               for isa in given.levels]  # fmt: skip
-    least_s = given.seconds
-    results = {
+    measure = {
+        "gemm": gemms, "decode": decodes, "attention": attentions,
+        "small": lambda levels, given: {"small": small(levels[0], given.seconds)},
+    }  # fmt: skip
+    results: dict[str, Any] = {
         "torch": torch.__version__,
         "onednn": torch.backends.mkldnn.is_available(),
-        "gemm": [
-            {"model": model, "matrix": name, **record}
-            for model in given.models
-            for name, (n, k) in MODELS[model].items()
-            for m in given.rows
-            for record in gemm(levels, m, n, k, least_s)
-        ],
-        "decode": [record for model in given.models for record in decode(levels, model, least_s)],
-        "few_rows": [
-            record
-            for ops in levels
-            if ops.isa == "amx"
-            for model in given.models
-            for record in few_rows(ops, model, least_s)
-        ],
-        "prompt_attention": [
-            record
-            for *shape, context in PROMPT_ATTENTION
-            for record in attention(levels, tuple(shape), context, 1, context, least_s)
-        ],
-        "decode_attention": [
-            record
-            for *shape, context, seqs in DECODE_ATTENTION
-            for record in attention(levels, tuple(shape), context, seqs, 1, least_s)
-        ],
-        "small": small(levels[0], least_s),
     }
-    report(results, given.out, threads=given.threads, seconds=least_s)
+    for part in given.parts:
+        results |= measure[part](levels, given)
+    report(results, given.out, threads=given.threads, seconds=given.seconds)
 
 
 if __name__ == "__main__":

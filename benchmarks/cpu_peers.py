@@ -2,11 +2,15 @@
 
     python benchmarks/cpu_peers.py --catalog FILE --model NAME --llama llama-server --gguf FILE
                                    [--threads N] [--runs 5] [--prompts 128,512,2048]
-                                   [--batches 1,4,16] [--tokens 64] [--out FILE]
+                                   [--batches 1,4,16] [--tokens 64] [--clock wall] [--out FILE]
 
 `--llama` is llama.cpp's own server, built on this machine (`cmake -DGGML_NATIVE=ON`): the one of
 llama-cpp-python decodes one request at a time. FILE.gguf holds the model of the catalogue, in the
 same dtype. Both servers are up for the whole run, and an idle one takes no cores.
+
+On a machine with other work, `--clock processor --threads 1` counts the seconds of processor time
+that all processes of a server together took, instead of those on the wall. With more threads a
+server that waits in a loop takes processor time for waiting.
 
     prompt   tokens of a prompt per second until its first token: one request, no prefix in a cache
     decode   tokens per second of a number of requests at a time, each from its first token on
@@ -23,10 +27,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from report import report
 
@@ -41,11 +46,38 @@ WORDS = _WORDS.split()
 """One token each, in most vocabularies, with the space before it."""
 
 
+Clock = Callable[[int], float]
+"""Seconds, of a server whose first process is given."""
+
+
+def wall_s(_pid: int) -> float:
+    return time.perf_counter()
+
+
+def processor_s(pid: int) -> float:
+    """Return what a process and its descendants have run so far; ended ones no longer count."""
+    total, pids = 0.0, [pid]
+    while pids:
+        for task in Path(f"/proc/{pids.pop()}/task").glob("*"):
+            with contextlib.suppress(OSError):  # it has just ended
+                total += int((task / "schedstat").read_text().split()[0]) / 1e9
+                pids += map(int, (task / "children").read_text().split())
+    return total
+
+
+CLOCKS: dict[str, Clock] = {"wall": wall_s, "processor": processor_s}
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     name: str
     port: int
     model: str
+    pid: int
+    clock: Clock
+
+    def now(self) -> float:
+        return self.clock(self.pid)
 
     def complete(self, prompt: str, tokens: int) -> tuple[int, list[float]]:
         """Return the prompt's length in tokens, and when each token came."""
@@ -69,7 +101,7 @@ class Server:
                 if usage := chunk.get("usage"):
                     length = usage["prompt_tokens"]
                 if chunk.get("choices") and len(times) < tokens:
-                    times.append(time.perf_counter())
+                    times.append(self.now())
         return length, times
 
 
@@ -78,7 +110,7 @@ def text(words: int, rng: random.Random) -> str:
 
 
 def prompt_rate(server: Server, words: int, rng: random.Random) -> float:
-    prompt, began = text(words, rng), time.perf_counter()
+    prompt, began = text(words, rng), server.now()
     length, times = server.complete(prompt, 1)
     return length / (times[0] - began)
 
@@ -97,7 +129,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(name: str, command: list[str], port: int, model: str) -> Iterator[Server]:
+def running(name: str, command: list[str], port: int, model: str, clock: Clock) -> Iterator[Server]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         end = time.monotonic() + LIMIT_S
@@ -111,7 +143,7 @@ def running(name: str, command: list[str], port: int, model: str) -> Iterator[Se
             if process.poll() is not None or time.monotonic() > end:
                 sys.exit(f"{name} does not start: {' '.join(command)}")
             time.sleep(0.1)
-        yield Server(name, port, model)
+        yield Server(name, port, model, process.pid, clock)
     finally:
         process.terminate()
         process.wait()
@@ -129,8 +161,38 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", default=[128, 512, 2048], **numbers)
     parser.add_argument("--batches", default=[1, 4, 16], **numbers)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--out", type=Path, help="JSON")
     return parser.parse_args()
+
+
+Rates = dict[tuple[str, int, str], list[float]]
+
+
+def measure(
+    servers: tuple[Server, Server], given: argparse.Namespace, rng: random.Random, rates: Rates
+) -> None:
+    """One round: all prompts and all batches, of both servers in turns."""
+    for size in given.prompts:
+        for server in servers:
+            rate = prompt_rate(server, size, rng)
+            rates.setdefault(("prompt", size, server.name), []).append(rate)
+    for batch in given.batches:
+        for server in servers:
+            rate = decode_rate(server, batch, given.tokens, rng)
+            rates.setdefault(("decode", batch, server.name), []).append(rate)
+
+
+def medians(rates: Rates) -> list[dict[str, Any]]:
+    return [
+        {
+            "of": kind, "size": size, "tokens_per_s": (mine := statistics.median(all_ours)),
+            "llama_tokens_per_s": (peer := statistics.median(rates[kind, size, "llama.cpp"])),
+            "times_llama": mine / peer, "spread": [min(all_ours), max(all_ours)],
+        }
+        for (kind, size, name), all_ours in rates.items()
+        if name == "c2cserve"
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -146,33 +208,21 @@ def main() -> None:
         given.llama, "--model", str(given.gguf), "--port", str(ports[1]), "--threads", threads,
         "--threads-batch", threads, "--parallel", str(most), "--ctx-size", context,
     ]  # fmt: skip
-    rng = random.Random(0)
-    rates: dict[tuple[str, int, str], list[float]] = {}
+    rng, clock = random.Random(0), CLOCKS[given.clock]
+    rates: Rates = {}
     with (
-        running("c2cserve", ours, ports[0], given.model) as one,
-        running("llama.cpp", theirs, ports[1], given.model) as other,
+        running("c2cserve", ours, ports[0], given.model, clock) as one,
+        running("llama.cpp", theirs, ports[1], given.model, clock) as other,
     ):
-        for run in range(given.runs + 1):  # the first is for warming up
-            for size in given.prompts:
-                for server in (one, other):
-                    rate = prompt_rate(server, size, rng)
-                    rates.setdefault(("prompt", size, server.name), []).append(rate)
-            for batch in given.batches:
-                for server in (one, other):
-                    rate = decode_rate(server, batch, given.tokens, rng)
-                    rates.setdefault(("decode", batch, server.name), []).append(rate)
-            if run == 0:
-                rates.clear()
-    results = [
-        {
-            "of": kind, "size": size, "tokens_per_s": (mine := statistics.median(all_ours)),
-            "llama_tokens_per_s": (peer := statistics.median(rates[kind, size, "llama.cpp"])),
-            "times_llama": mine / peer, "spread": [min(all_ours), max(all_ours)],
-        }
-        for (kind, size, name), all_ours in rates.items()
-        if name == "c2cserve"
-    ]  # fmt: skip
-    report({"served": results}, given.out, threads=given.threads, runs=given.runs)
+        for server in (one, other):  # warming up
+            decode_rate(server, 1, 8, rng)
+        for run in range(1, given.runs + 1):
+            measure((one, other), given, rng, rates)
+            # After each round: what a run that is ended has measured is not lost.
+            report(
+                {"served": medians(rates)}, given.out, show=run == given.runs,
+                threads=given.threads, runs=run, tokens=given.tokens, clock=given.clock,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

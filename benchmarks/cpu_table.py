@@ -6,17 +6,15 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 GEMM = ("level", "model", "matrix", "m", "gflop_per_s", "times_torch", "times_prepacked")
 DECODE = ("level", "model", "m", "weights_gb_per_s", "share_of_read", "times_torch")
-FEW_ROWS = ("way", "model", "m", "weights_gb_per_s", "share_of_read", "same_bits")
 ATTENTION = ("level", "heads", "head_dim", "context", "seqs", "us", "gflop_per_s", "share_of_read")
 COLUMNS = {
     "gemm": GEMM,
     "decode": DECODE,
-    "few_rows": FEW_ROWS,
     "prompt_attention": ATTENTION,
     "decode_attention": ATTENTION,
 }
@@ -35,15 +33,25 @@ def table(records: Iterable[dict[str, Any]], columns: tuple[str, ...]) -> str:
     )
 
 
-def verdict(few_rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The least share of the reading speed that each way of few rows reaches, the best way first.
-    The default (`kFewRows` of few_rows.h) should be the first one."""
-    ways = {record["way"] for record in few_rows}
-    least = {w: min(r["share_of_read"] for r in few_rows if r["way"] == w) for w in ways}
-    same = {w: all(r["same_bits"] for r in few_rows if r["way"] == w) for w in ways}
-    for way in sorted(ways, key=lambda w: -least[w]):
-        bits = "same bits" if same[way] else "OTHER BITS"
-        yield f"{way}: at least {least[way]:.2f} of the reading speed, {bits}"
+def verdict(wholes: Iterable[dict[str, Any]], base: str = "avx512") -> Iterator[str]:
+    """Every level and way of few rows by its speed over that of `base`, for each number of rows and
+    for all: the geometric mean and the least of all models and numbers of threads, the best first.
+    A way's first rows say what `few_rows.h` should choose; 1 and more makes `amx` the default."""
+    gains: dict[int, dict[str, list[float]]] = {}
+    wrong: set[str] = set()
+    for whole in wholes:
+        records = whole["results"].get("decode", [])
+        speed = {(r["model"], r["m"], r["level"]): r["weights_gb_per_s"] for r in records}
+        wrong |= {r["level"] for r in records if not r.get("same_bits", 1)}
+        for (model, m, level), rate in speed.items():
+            if usual := speed.get((model, m, base)):
+                gains.setdefault(m, {}).setdefault(level, []).append(rate / usual)
+    for m, levels in gains.items():
+        yield f"\n{m} row{'s' if m > 1 else ''}, speed over that of {base}:"
+        for level in sorted(levels, key=lambda name: -geometric_mean(levels[name])):
+            bits = ", OTHER BITS" if level in wrong else ""
+            ratios = levels[level]
+            yield f"  {geometric_mean(ratios):.2f} {level}, least {min(ratios):.2f}{bits}"
 
 
 def scaling(wholes: list[dict[str, Any]]) -> Iterator[str]:
@@ -81,8 +89,7 @@ def main() -> None:
         for section, columns in COLUMNS.items():
             if records := whole["results"].get(section):
                 print(f"\n{section}\n{table(records, columns)}")
-        for line in verdict(whole["results"].get("few_rows", [])):
-            print(line)
+    print(*verdict(wholes.values()), sep="\n")
     print(*scaling(list(wholes.values())), sep="\n")
 
 

@@ -28,8 +28,8 @@ from c2cserve.kernels.sample_rows import pack_rows, unpack_tokens
 _THREADS_MAX = 1024
 
 FEW_ROWS = {
-    "vectors": 1, "tiles": 2, "tiles_near": 3, "tiles_plain": 4, "tiles_wide": 5, "tiles_long": 6,
-    "copied": 7, "copied_long": 8,
+    "vectors": 1, "tiles": 2, "tiles_plain": 3, "tiles_long": 4, "copied": 5, "copied_long": 6,
+    "copied_whole": 7, "along": 8,
 }  # fmt: skip
 """The ways in which the level `amx` can multiply up to 16 rows (`FewRows` of few_rows.h)."""
 

@@ -46,13 +46,13 @@ struct Dot {
 #endif
 
   template <int Half, int MR, int NR>
-  static inline void add(vec (&acc)[MR][NR], const X* x, const T* const* w, int64_t k) {
+  C2C_INLINE static inline void add(vec (&acc)[MR][NR], const X* x, const T* const* w, int64_t k) {
     vec wv[NR];
-    for (int j = 0; j < NR; ++j) wv[j] = held(load_half<Half>(w[j] + k));
-    for (int i = 0; i < MR; ++i) {
-      vec xv = held(load(x + i * kLanes));
-      for (int j = 0; j < NR; ++j) acc[i][j] = fma(xv, wv[j], acc[i][j]);
-    }
+    unrolled<NR>([&](auto j) C2C_INLINE { wv[j] = held(load_half<Half>(w[j] + k)); });
+    unrolled<MR>([&](auto i) C2C_INLINE {
+      const vec xv = held(load(x + i * kLanes));
+      unrolled<NR>([&](auto j) C2C_INLINE { acc[i][j] = fma(xv, wv[j], acc[i][j]); });
+    });
   }
 
   // Row `i` of `rows`: kPair columns of it.

@@ -47,9 +47,12 @@ inline void finish(const LinearArgs& a, int64_t m, int64_t n, vec acc) {
 
 // A whole tile: the sums of many accumulators together cost less than one by one.
 template <int MR, int NR>
-inline void finish_tile(const LinearArgs& a, int64_t m, int64_t n, const vec (&acc)[MR][NR]) {
+C2C_INLINE inline void finish_tile(const LinearArgs& a, int64_t m, int64_t n,
+                                   const vec (&acc)[MR][NR]) {
   float sums[MR * NR], bias[NR];
-  sum_all<MR * NR>(sums, &acc[0][0]);
+  vec all[MR * NR];  // a copy: accumulators whose address is taken are not left in registers
+  unrolled<MR * NR>([&](auto i) C2C_INLINE { all[i] = acc[i / NR][i % NR]; });
+  sum_all<MR * NR>(sums, all);
   for (int j = 0; j < NR; ++j) bias[j] = a.bias ? bias_at(a, n + j) : 0.0f;
   for (int i = 0; i < MR; ++i) {
     float* out = a.out + (m + i) * a.out_stride + n;
@@ -61,7 +64,8 @@ inline void finish_tile(const LinearArgs& a, int64_t m, int64_t n, const vec (&a
 }
 
 template <typename T, int MR, int NR>
-inline void step(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w, int64_t k) {
+C2C_INLINE inline void step(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w,
+                            int64_t k) {
   if constexpr (Dot<T>::kHalves == 2) {
     Dot<T>::template add<0, MR, NR>(acc, x, w, k);
     Dot<T>::template add<1, MR, NR>(acc, x + MR * kLanes, w, k);
@@ -73,8 +77,8 @@ inline void step(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w, int6
 // MR x NR accumulators over columns [k, end), whole pairs only, over MR packed rows. Every two
 // pairs the next lines of `ahead` are announced, `pace` bytes further each time.
 template <typename T, int Lines, int MR, int NR>
-inline int64_t walk(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w, int64_t k,
-                    int64_t end, const char* const* ahead, int64_t pace) {
+C2C_INLINE inline int64_t walk(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w,
+                               int64_t k, int64_t end, const char* const* ahead, int64_t pace) {
   for (int64_t at = 0; k + 2 * kPair <= end; at += pace) {
     for (int j = 0; j < NR; ++j)
       for (int l = 0; l < Lines; ++l) prefetch(ahead[j] + at + l * kLine);
@@ -92,8 +96,8 @@ inline int64_t walk(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w, i
 
 // What is left of K: fewer columns than a pair. The packed rows end in zeros.
 template <typename T, int MR, int NR>
-inline void walk_tail(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w, int64_t k,
-                      int rest) {
+C2C_INLINE inline void walk_tail(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w,
+                                 int64_t k, int rest) {
   T lanes[NR][kPair] = {};
   const T* padded[NR];
   for (int j = 0; j < NR; ++j) {
@@ -114,16 +118,17 @@ void tile(const LinearArgs& a, const Visit& v, const Factor<T>* x, int64_t m, in
     w[j] = static_cast<const T*>(a.w) + (n + j) * a.w_stride;
     ahead[j] = reinterpret_cast<const char*>(w[j]) + v.ahead;
   }
-  for (int i = 0; i < MR; ++i)
-    for (int j = 0; j < NR; ++j)
-      acc[i][j] = v.first ? zero() : load(parked + (i * NR + j) * kLanes);
+  unrolled<MR * NR>([&](auto i) C2C_INLINE { acc[i / NR][i % NR] = zero(); });
+  if (!v.first)
+    unrolled<MR * NR>([&](auto i) C2C_INLINE {
+      acc[i / NR][i % NR] = load(parked + i * kLanes);
+    });
   x += v.begin * MR;
   constexpr int kAnnounced = MR <= 4 ? kLines<T> : 1;  // few rows: memory is what takes time
   int64_t k = walk<T, kAnnounced>(acc, x, w, v.begin, v.end, ahead, v.pace);
   if (k < v.end) walk_tail<T, MR, NR>(acc, x + (k - v.begin) * MR, w, k, int(v.end - k));
   if (v.last) return finish_tile<MR, NR>(a, m, n, acc);
-  for (int i = 0; i < MR; ++i)
-    for (int j = 0; j < NR; ++j) store(parked + (i * NR + j) * kLanes, acc[i][j]);
+  unrolled<MR * NR>([&](auto i) C2C_INLINE { store(parked + i * kLanes, acc[i / NR][i % NR]); });
 }
 
 // One row of x: NR streams of w that lie `gap` rows apart, so that each reads memory in sequence.

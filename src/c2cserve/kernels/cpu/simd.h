@@ -3,16 +3,19 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 namespace c2c {
 
-// Into the first-level cache, and no further than needed.
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Into the first-level cache, and no further than needed. GCC sees no effect in a function that
+// does only this: unless it is always inlined, its calls may be dropped.
+[[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 // Into the second-level cache: what is needed after more than the first one holds.
-inline void prefetch_early(const void* p) { __builtin_prefetch(p, 0, 2); }
+[[gnu::always_inline]] inline void prefetch_early(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 enum class Dtype : int { f32 = 0, f16 = 1, bf16 = 2 };
 
@@ -256,6 +259,18 @@ inline vec load_half(const bf16* p) {
   for (int i = 0; i < kLanes; ++i) out.v[i] = to_float(p[2 * i + Half]);
   return out;
 #endif
+}
+
+// f(0), ..., f(N - 1) with constants. Accumulators in an array stay in registers only if compilers
+// see constant indices from the start; they unroll loops too late for it.
+#define C2C_INLINE __attribute__((always_inline))
+template <typename F, int... I>
+C2C_INLINE inline void unrolled(const F& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, typename F>
+C2C_INLINE inline void unrolled(const F& f) {
+  unrolled(f, std::make_integer_sequence<int, N>());
 }
 
 // A value that several multiplications share: without this, compilers fold its load into each of

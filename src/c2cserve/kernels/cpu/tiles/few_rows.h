@@ -13,7 +13,7 @@
 // the second-level cache when its turn comes.
 #pragma once
 #include "strips.h"
-#include "vectors.h"
+#include "along.h"
 
 #if defined(C2C_TILES)
 namespace c2c {
@@ -21,14 +21,14 @@ namespace c2c {
 // How up to 16 rows are multiplied. Every way gives the same bits, so that measuring decides.
 enum class FewRows : int {
   chosen = 0,
-  vectors = 1,      // 16 outputs at a time, announced
-  tiles = 2,        // the same on tiles
-  tiles_near = 3,   // announced within the row only
-  tiles_plain = 4,  // not announced
-  tiles_wide = 5,   // 32 outputs at a time, announced
-  tiles_long = 6,   // 16 outputs, announced by segments of 4 KiB of each row
-  copied = 7,       // 16 outputs on tiles, read from a copy of each segment
-  copied_long = 8,  // the same, by segments of 4 KiB of each row
+  vectors = 1,       // 16 outputs at a time, announced
+  tiles = 2,         // the same on tiles
+  tiles_plain = 3,   // not announced
+  tiles_long = 4,    // announced by segments of 4 KiB of each row
+  copied = 5,        // on tiles, read from a copy of each segment
+  copied_long = 6,   // the same, by segments of 4 KiB of each row
+  copied_whole = 7,  // the same, by whole strips: one sequence in memory
+  along = 8,         // one row of w at a time, for up to four rows of x: one sequence in memory
 };
 
 namespace tile_linear {
@@ -36,10 +36,11 @@ namespace tile_linear {
 constexpr FewRows kFewRows = FewRows::tiles;
 constexpr int64_t kSegmentSteps = 16;  // of 64 bytes of a row
 constexpr int64_t kLongSteps = 64;     // the same of the ways with long segments
+constexpr int64_t kWholeSteps = 1 << 30;
 constexpr int64_t kNearBytes = 512;    // how far a row's reads are announced to the first level
 
-// What is announced: nothing, what comes soon in the same rows, or the next segment, too.
-enum class Ahead { nothing, near, segment };
+// What is announced: nothing, or what comes soon in the same rows, and the next segment.
+enum class Ahead { nothing, segment };
 
 // What is read of w in place: a strip of rows, and the strip after it, or null.
 struct InPlace {
@@ -74,9 +75,10 @@ inline void walk_in_place(Unit& unit, const InPlace& w) {
     Announcer upcoming(cuts.next(s), w.row_bytes, Unit::kRows, cuts.next_steps(s));
     for (int64_t k = cuts.begin(s); k < end; ++k) {
       const uint8_t* at = w.at + k * tiles::kLine;
-      if (A == Ahead::segment) upcoming.announce(Unit::kRows);
-      if (A != Ahead::nothing)
+      if (A == Ahead::segment) {
+        upcoming.announce(Unit::kRows);
         for (int64_t r = 0; r < Unit::kRows; ++r) prefetch(at + kNearBytes + r * w.row_bytes);
+      }
       unit.step(at, w.row_bytes);
     }
     if (A == Ahead::segment) upcoming.announce(upcoming.left());
@@ -127,7 +129,7 @@ struct Copies {
 template <int64_t kSteps, typename Unit>
 inline void walk_copied(Unit& unit, const InPlace& w, Copies& copies) {
   const Segments cuts(w, kSteps);
-  if (!copies.filled) Copier(w.at, w.row_bytes, cuts.begin(1), copies.now).copy(kTile * kSteps);
+  if (!copies.filled) Copier(w.at, w.row_bytes, cuts.begin(1), copies.now).copy(kTile * cuts.begin(1));
   for (int64_t s = 0; s < cuts.count; ++s) {
     const int64_t steps = cuts.begin(s + 1) - cuts.begin(s);
     Copier upcoming(cuts.next(s), w.row_bytes, cuts.next_steps(s), copies.next);
@@ -184,7 +186,7 @@ template <int64_t kSteps>
 int64_t strips_copied(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
                       Buffers& buffers) {
   const int64_t row_bytes = a.w_stride * int64_t(sizeof(bf16));
-  Copies copies(buffers, kSteps);
+  Copies copies(buffers, std::min(kSteps, x.steps));
   for (; n + kTile <= n1; n += kTile) {
     const auto* w = static_cast<const uint8_t*>(a.w) + n * row_bytes;
     const bool more = n + 2 * kTile <= n1;
@@ -205,8 +207,6 @@ inline int64_t tiles_in_place(const LinearArgs& a, const TiledX& x, int64_t n, i
     return strips_in_place<1, 2>(a, x, n, n1, buffers);
   }
   switch (way) {
-    case FewRows::tiles_near:
-      return strips_in_place<1, 1, Ahead::near>(a, x, n, n1, buffers);
     case FewRows::tiles_plain:
       return strips_in_place<1, 1, Ahead::nothing>(a, x, n, n1, buffers);
     case FewRows::tiles_long:
@@ -215,9 +215,8 @@ inline int64_t tiles_in_place(const LinearArgs& a, const TiledX& x, int64_t n, i
       return strips_copied<kSegmentSteps>(a, x, n, n1, buffers);
     case FewRows::copied_long:
       return strips_copied<kLongSteps>(a, x, n, n1, buffers);
-    case FewRows::tiles_wide:
-      n = strips_in_place<2, 1>(a, x, n, n1, buffers);
-      [[fallthrough]];
+    case FewRows::copied_whole:
+      return strips_copied<kWholeSteps>(a, x, n, n1, buffers);
     default:
       return strips_in_place<1, 1>(a, x, n, n1, buffers);
   }

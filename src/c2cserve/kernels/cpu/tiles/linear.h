@@ -228,15 +228,25 @@ inline void by_tiles(ThreadPool& pool, const LinearArgs& a, FewRows way) {
 }
 
 #if defined(C2C_TILE_VECTORS)
-// Few rows and whole tiles of w.
-inline void by_vectors(ThreadPool& pool, const LinearArgs& a) {
-  const float* x = pack_rows(pool, a);
+// Few rows and whole tiles of w: body(n0, n1) for ranges of outputs.
+template <typename Body>
+inline void by_strips(ThreadPool& pool, const LinearArgs& a, const Body& body) {
   const int64_t strips = a.n / kTile, work = a.m * a.n * a.k, threads = pool.size();
   const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
   const int64_t ranges = work < 100'000 ? 1 : std::min(strips, threads * fine);
   pool.each(ranges, [&](int64_t i) {
-    vectors_in_place(a, x, strips * i / ranges * kTile, strips * (i + 1) / ranges * kTile);
+    body(strips * i / ranges * kTile, strips * (i + 1) / ranges * kTile);
   });
+}
+
+inline void by_vectors(ThreadPool& pool, const LinearArgs& a) {
+  const float* x = pack_rows(pool, a);
+  by_strips(pool, a, [&](int64_t n0, int64_t n1) { vectors_in_place(a, x, n0, n1); });
+}
+
+inline void by_rows(ThreadPool& pool, const LinearArgs& a) {
+  const AlongX x = pack_along(pool, a);
+  by_strips(pool, a, [&](int64_t n0, int64_t n1) { along_of(a.m, a, x, n0, n1); });
 }
 #endif
 
@@ -246,9 +256,9 @@ inline void linear_tiles(ThreadPool& pool, const LinearArgs& a, FewRows way = Fe
   using namespace tile_linear;
   if (way == FewRows::chosen) way = kFewRows;
 #if defined(C2C_TILE_VECTORS)
-  if (way == FewRows::vectors && a.m <= kVectorRows && a.n % kTile == 0 &&
-      a.k % kStepColumns == 0)
-    return by_vectors(pool, a);
+  const bool whole = a.n % kTile == 0 && a.k % kStepColumns == 0;
+  if (way == FewRows::vectors && a.m <= kVectorRows && whole) return by_vectors(pool, a);
+  if (way == FewRows::along && a.m <= kAlongRows && whole) return by_rows(pool, a);
 #endif
   by_tiles(pool, a, way);
 }
