@@ -1,6 +1,5 @@
 """Measured step times of prefills by length, and of decodes by batch and length."""
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,9 @@ def interpolate(points: Points, x: float) -> float:
     Beyond the last point the last piece goes on. Before the first point its value holds."""
     if x <= points[0][0] or len(points) == 1:
         return points[0][1]
-    upper = min(bisect_right(points, x, key=lambda point: point[0]), len(points) - 1)
+    upper, last = 1, len(points) - 1
+    while upper < last and points[upper][0] <= x:
+        upper += 1
     (x0, y0), (x1, y1) = points[upper - 1], points[upper]
     return y0 + (x - x0) * (y1 - y0) / (x1 - x0)
 
