@@ -55,7 +55,7 @@ _NOT_SIMULATED = "policy/fleet"
 _ENV = "C2CSERVE_COMPILED"
 _GROUP = "c2cserve_simulation"
 _FIX = "python -m c2cserve.sim.compiled"
-_CFLAGS = "-g0 -ffp-contract=off"
+_CFLAGS = "-g0 -ffp-contract=off -fvisibility=hidden -fno-plt"
 """A fused multiplication and addition, as compilers for ARM make them, has other bits."""
 _SETUP = """
 import sys

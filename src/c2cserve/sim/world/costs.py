@@ -68,6 +68,13 @@ class _Terms:
     table: StepTable | None
     kernels: KernelTimes | None
     """Those of the slice, if they hold for the model."""
+    layers: int
+    output_bytes: float
+    """Weights of the output's GEMM."""
+    kv_layer_bytes: float
+    """Keys and values of a token in one layer."""
+    pair_flop: float
+    """Attention of a token with one before it, in one layer."""
     layers_s: dict[int, float]
     """Rows -> seconds of all layers' GEMMs, as far as they were needed."""
 
@@ -136,6 +143,10 @@ class Costs:
             fixed_s=simulated.step_s,
             table=self._tables.get(shape.table, simulated.table),
             kernels=None if shape.experts else simulated.kernels,
+            layers=shape.layers,
+            output_bytes=float(shape.item_bytes * shape.vocabulary_parameters),
+            kv_layer_bytes=shape.kv_token_bytes / shape.layers,
+            pair_flop=4.0 * hidden,
             layers_s={},
         )
 
@@ -145,7 +156,6 @@ def _of_kernels(
 ) -> StepCost:
     """Return the cost of a step by measured times of its kernels. GEMMs whose weights stream read
     the `cached` share of them in memory, and compute as much as any."""
-    shape = model.shape
     tokens = pairs = context = longest = emits = 0
     for part in step.seqs:
         start = part.start + extra
@@ -159,22 +169,21 @@ def _of_kernels(
             pairs += part.tokens * (start + end + 1) // 2
     gemms_s = terms.layers_s.get(tokens, 0.0)
     if not gemms_s:
-        gemms_s = terms.layers_s[tokens] = kernels.layers_s(shape, tokens)
-        terms.layers_s[1] = kernels.layers_s(shape, 1)
+        gemms_s = terms.layers_s[tokens] = kernels.layers_s(model.shape, tokens)
+        terms.layers_s[1] = kernels.layers_s(model.shape, 1)
     read_s = cached * terms.layers_s[1]
     if cached < 1.0:
         gemms_s = max(cached * gemms_s, terms.token_s * tokens)
     memory_s = terms.activation_s * tokens
-    if emits:
-        output = shape.item_bytes * shape.vocabulary_parameters
-        memory_s += kernels.gemm_s(emits, output) if output else 0.0
+    if emits and terms.output_bytes:
+        memory_s += kernels.gemm_s(emits, terms.output_bytes)
     if context:
-        token_bytes = shape.kv_token_bytes / shape.layers
-        memory_s += shape.layers * kernels.decodes_s(context * token_bytes, longest * token_bytes)
+        token_bytes = terms.kv_layer_bytes
+        each_s = kernels.decodes_s(context * token_bytes, longest * token_bytes)
+        memory_s += terms.layers * each_s
     compute_s = 0.0
     if pairs:
-        flop = 4.0 * shape.heads * shape.head_dim * pairs
-        compute_s = shape.layers * kernels.prompts_s(flop)
+        compute_s = terms.layers * kernels.prompts_s(terms.pair_flop * pairs)
     compute_s += max(0.0, gemms_s - read_s)
     floor_s = compute_s + min(gemms_s, read_s) + memory_s
     return StepCost(floor_s, model.spec.step_bytes(tokens) * (1.0 - cached), compute_s / floor_s)
