@@ -81,15 +81,13 @@ def _order(
     counts = [0] * len(models)
     known, punctual = list(ranks), True  # those of the favourite are updated when it matters
     for _ in range(steps):
-        rank = min(known) if punctual else now
-        punctual = punctual and rank >= now
+        index = _least(known) if punctual else 0
+        punctual = punctual and known[index] >= now
         if punctual:  # all of them: least headroom first
-            index = known.index(rank)
-            while rank != ranks[index]:  # this one ran as the favourite
+            while known[index] != ranks[index]:  # this one ran as the favourite
                 known[index] = ranks[index]
-                rank = min(known)
-                index = known.index(rank)
-            late_ran = False
+                index = _least(known)
+            rank, late_ran = known[index], False
             if top >= 0 and rank >= now + EASE_S:
                 index = top
             else:
@@ -107,6 +105,15 @@ def _order(
         ranks[index] += paces[index]
         now += steps_s[index]
     return order
+
+
+def _least(ranks: list[float]) -> int:
+    """Return the index of the least rank, the first of several."""
+    index, least = 0, ranks[0]
+    for other, rank in enumerate(ranks):
+        if rank < least:
+            index, least = other, rank
+    return index
 
 
 def _launch(
@@ -136,7 +143,9 @@ def _launch(
         for index in numbers:
             models[index].last_step = first_id + steps - 1 - backwards.index(index)
         then = tuple([one.step for one in launched[1:]])
-        run = RunStep(first, then, tuple(map(numbers.__getitem__, order)))
+        all_run = len(numbers) == len(models)
+        numbered = order if all_run else map(numbers.__getitem__, order)
+        run = RunStep(first, then, tuple(numbered))
     return DecidedSteps(launched, run, models[order[-1]].first() < now)
 
 

@@ -379,8 +379,9 @@ class Compute:
         # Several steps are decided at once in slices of one lane alone, which need not know.
         streamed = 0 if run.order else round(self._streamed_bytes)
         self.use.busy_s += now - self._started_s
-        every = zip(self._steps, self._parts, self._times, self._took_s, strict=True)
-        for step, parts, times, took_s in every:
+        every, took = self._parts, self._took_s
+        for index, step in enumerate(self._steps):
+            parts, times, took_s = every[index], self._times[index], took[index]
             outcomes: list[ev.SeqOutcome] = []
             for part, seq in parts if times else ():
                 if part.emits:

@@ -108,7 +108,7 @@ class SimulatedSlice:
     compute: str = ""
     """The "link" of capacity 1 by which parts of a node share its time; empty: it is not shared."""
     kernels: KernelTimes | None = None
-    """Of a GPU that is not cut, if they were measured. They replace the roofline and `step_s`."""
+    """Measured times, of a GPU that is not cut. They replace the roofline and `step_s`."""
     host: HostTimes | None = None
     """What the host does for its steps; None: nothing, as `step_s` stands for it."""
 
