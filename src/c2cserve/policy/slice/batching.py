@@ -143,15 +143,10 @@ class ActiveModel:
 
     def first(self) -> float:
         """Return the rank of the request that should go first."""
-        if self.rank is BY_HEADROOM:
-            return self.most_urgent_due_s()
         return min(map(self.rank, self.seqs.values()))
 
     def most_urgent_due_s(self) -> float:
-        due_s = float("inf")
-        for seq in self.seqs.values():
-            due_s = min(due_s, seq.due_s)
-        return due_s
+        return min(map(BY_HEADROOM, self.seqs.values()))
 
     def line_up(self, now: float) -> "Line":
         """Return its decodes and its prefills, by rank. A decode is ready for its next single

@@ -121,11 +121,7 @@ def _typical(steps: "deque[float]") -> float:
     two steps that are noticed at once, the second seems to take no time.)"""
     if len(steps) < 3:
         return min(steps)
-    total, most, least = 0.0, 0.0, steps[0]
-    for took_s in steps:
-        total += took_s
-        most, least = max(most, took_s), min(least, took_s)
-    return (total - most - least) / (len(steps) - 2)
+    return (sum(steps) - max(steps) - min(steps)) / (len(steps) - 2)
 
 
 def _token_s(prompts: "deque[tuple[int, float]]") -> float:
