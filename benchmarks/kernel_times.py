@@ -1,4 +1,4 @@
-"""The kernel times that simulated GPUs have (`c2cserve.sim.world.kernels`), from committed results.
+"""The kernel times that simulated GPUs have (`c2cserve.sim.world.tables`), from committed results.
 
 python benchmarks/kernel_times.py > src/c2cserve/sim/data/tables/h200_kernels.json
 

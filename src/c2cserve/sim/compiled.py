@@ -53,8 +53,8 @@ _ENV = "C2CSERVE_COMPILED"
 _GROUP = "c2cserve_simulation"
 _FIX = "python -m c2cserve.sim.compiled"
 _CFLAGS = "-DNDEBUG -fwrapv -g0 -ffp-contract=off -fvisibility=hidden -fno-plt"
-"""They replace those that Python was built with, so the first two must be here: without them every
-access to a list or tuple is checked by an assertion. A fused multiplication and addition, as
+"""They replace those that Python was built with, so the first two must be here. Without them an
+assertion checks every access to a list or tuple. A fused multiplication and addition, as
 compilers for ARM make them, has other bits."""
 _SETUP = """
 import sys

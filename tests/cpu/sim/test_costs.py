@@ -7,9 +7,8 @@ import pytest
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.sim.world.costs import Costs
 from c2cserve.sim.world.hardware import SimulatedSlice, build
-from c2cserve.sim.world.kernels import linear_bytes
 from c2cserve.sim.world.shapes import SimModel, shape_of
-from c2cserve.sim.world.tables import Tables, interpolate, read_tables
+from c2cserve.sim.world.tables import Tables, interpolate, linear_bytes, read_tables
 
 MEASURED = build("h200-x1").slices[0]
 GPU = replace(MEASURED, kernels=None)

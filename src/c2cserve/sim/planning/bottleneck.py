@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice
-from c2cserve.sim.world.kernels import KernelTimes
 from c2cserve.sim.world.shapes import SimModel
-from c2cserve.sim.world.tables import StepTable, Tables
+from c2cserve.sim.world.tables import KernelTimes, StepTable, Tables
 
 
 def _link(machine: SimMachine, factor: float) -> SimMachine:

@@ -11,9 +11,9 @@ from c2cserve.core.step import SeqStep, Step
 from c2cserve.sim.world.bursts import Burst
 from c2cserve.sim.world.checks import BlockBook, SeqState
 from c2cserve.sim.world.context import SimulationContext, SliceUse
+from c2cserve.sim.world.costs import spread_of
 from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.links import Flow
-from c2cserve.sim.world.noise import spread_of
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.weight_cache import WeightCache
 
@@ -379,11 +379,10 @@ class Compute:
         # Several steps are decided at once in slices of one lane alone, which need not know.
         streamed = 0 if run.order else round(self._streamed_bytes)
         self.use.busy_s += now - self._started_s
-        every, took = self._parts, self._took_s
         for index, step in enumerate(self._steps):
-            parts, times, took_s = every[index], self._times[index], took[index]
+            times, took_s = self._times[index], self._took_s[index]
             outcomes: list[ev.SeqOutcome] = []
-            for part, seq in parts if times else ():
+            for part, seq in self._parts[index] if times else ():
                 if part.emits:
                     finished = seq.tracked.sampled >= seq.tracked.output
                     outcomes.append(ev.SeqOutcome(part.request_id, times, finished))

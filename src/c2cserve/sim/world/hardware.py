@@ -20,8 +20,7 @@ from c2cserve.core.machine import (
 )
 from c2cserve.policy.baselines.presets import C2CSERVE, Preset
 from c2cserve.sim.world.host_thread import HostTimes
-from c2cserve.sim.world.kernels import KernelTimes, read_kernels
-from c2cserve.sim.world.tables import Tables, read_tables
+from c2cserve.sim.world.tables import KernelTimes, Tables, read_kernels, read_tables
 
 _SLAB_BYTES = 64 << 20
 """Coarse slabs: bookkeeping of an arena of many GB should not cost more than its decisions."""
