@@ -35,7 +35,7 @@ from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.tables import KernelTimes, StepTable, Tables
 
 _MAGIC = 4.0 * exp(-0.5) / sqrt(2.0)
-"""Of the ratio method for normal numbers."""
+"""A factor of the ratio method for normal numbers."""
 _TILE = 128
 _ACTIVATION_FACTOR = 24
 """Bytes that the activations of one token move in memory per layer, in units of the hidden size.
