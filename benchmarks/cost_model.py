@@ -8,6 +8,7 @@ time over the measured one. Phases:
 
     decode     by model, batch and mean length: a live server's tokens, or the engine's steps
     prefill    prompts long enough that the GPU is the bound, not the host that launches kernels
+    paced      the engine's steps with its host: from one to the next
     load       weights of whole models, by a live server's counters
     switch     first token of a model that is absent, and tokens whose weights stream
     rotation   blocks of 2 MiB out of and into a GPU's memory, one way and both ways
@@ -132,7 +133,8 @@ def _of_times(ours: CostModel, file: str) -> Iterator[Row]:
 
 
 def _of_steps(ours: CostModel, file: str) -> Iterator[Row]:
-    """Yield the engine's steps of an 8B."""
+    """Yield the engine's steps of an 8B: the GPU's own time, and that from step to step. (The
+    host's part is simulated apart, by `sim.world.host_thread`.)"""
     model = model_of("llama-8b")
     for step in read(file)["steps"]:
         decodes, prompt = step["decodes"], step["prompt_tokens"]
@@ -142,8 +144,9 @@ def _of_steps(ours: CostModel, file: str) -> Iterator[Row]:
             case, simulated_s = f"batch {decodes}", ours.decode_s(model, decodes, _CONTEXT)
         else:
             case, simulated_s = f"{prompt} tokens", ours.prefill_s(model, prompt)
-        phase = _decode(decodes) if decodes else "prefill"
-        yield Row(phase, f"llama-8b, {case}, engine", step["wall_s"], simulated_s, file)
+        phase, case = _decode(decodes) if decodes else "prefill", f"llama-8b, {case}, engine"
+        yield Row(phase, f"{case}, GPU", step["gpu_s"], simulated_s, file)
+        yield Row("paced", case, step["wall_s"], simulated_s, file)
 
 
 def _of_engine(ours: CostModel) -> Iterator[Row]:

@@ -15,7 +15,7 @@ import typer
 
 from c2cserve.cli import simulate as options
 from c2cserve.sim import compiled
-from c2cserve.terminal.output import check_writable, progress_console
+from c2cserve.terminal.output import check_writable, console, progress_console
 
 if TYPE_CHECKING:
     from c2cserve.sim.planning.plan import Plan, Progress, Wishes
@@ -101,6 +101,7 @@ def plan(
             options.save_plots(figures(found, attainment), plots)
         if options.write(out, {"asked": attainment, **found.as_json()}):
             show(scenario, found, attainment)
+            console().print(f"Simulated by {compiled.status()}.")
 
 
 def _search(

@@ -75,4 +75,6 @@ def _shape(name: str, config: ModelConfig, parameters: int, item_bytes: int) -> 
         expert_parameters=0 if moe is None else 3 * config.hidden * moe.intermediate * sparse,
         table=name,
         item_bytes=item_bytes,
+        vocabulary_parameters=config.vocab * config.hidden,
+        tied=config.tied,
     )

@@ -31,14 +31,12 @@ _SRC = Path(__file__).parents[2]
 _HERE = Path(__file__).parent / "_compiled"
 _MANIFEST = "manifest.json"
 _COMPILED = (
-    "core/actions.py", "core/events.py", "core/request.py", "core/step.py", "policy",
-    "runtime/driver.py", "sim/policies", "sim/world",
+    "core/actions.py", "core/events.py", "core/machine.py", "core/model.py", "core/request.py",
+    "core/step.py", "policy", "runtime/driver.py", "sim/policies", "sim/world",
 )  # fmt: skip
 """Folders and files under the package that are compiled,"""
 _READ = (
     "core/value.py",
-    "core/machine.py",
-    "core/model.py",
     "runtime/ports.py",
     "sim/compiled.py",
     "sim/constructors.py",
@@ -49,14 +47,15 @@ _INTERPRETED = {
     "policy/slice/strategies.py",
     "sim/world/hardware.py",  # builds dataclasses from tables
     "sim/world/faults.py",  # frozen dataclasses that `plan` sends to its processes
-    "sim/world/shapes.py",
 }
 _NOT_SIMULATED = "policy/fleet"
 _ENV = "C2CSERVE_COMPILED"
 _GROUP = "c2cserve_simulation"
 _FIX = "python -m c2cserve.sim.compiled"
-_CFLAGS = "-g0 -ffp-contract=off"
-"""A fused multiplication and addition, as compilers for ARM make them, has other bits."""
+_CFLAGS = "-DNDEBUG -fwrapv -g0 -ffp-contract=off -fvisibility=hidden -fno-plt"
+"""They replace those that Python was built with, so the first two must be here. Without them an
+assertion checks every access to a list or tuple. A fused multiplication and addition, as
+compilers for ARM make them, has other bits."""
 _SETUP = """
 import sys
 from mypyc.build import mypycify

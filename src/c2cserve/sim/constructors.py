@@ -1,26 +1,60 @@
-"""Dataclasses for mypyc, which knows no decorator but `dataclass` itself, and compiles only
-constructors that are written out. Those that `dataclass` makes stay Python, and each attribute that
-they set is a call. The loops make dozens of such objects for each request."""
+"""Modules as mypyc compiles them best.
+
+It knows no decorator but `dataclass` itself, and compiles only constructors that are written out.
+Those that `dataclass` makes stay Python, and each attribute that they set is a call. The loops make
+dozens of such objects for each request.
+
+A compiled value cannot be pickled, as `plan` does to send it to another process. So values say how
+they are made.
+
+A name of a module is looked up in a dictionary wherever it is read. Constants that are numbers are
+final, so that their values stand in their place.
+"""
 
 import ast
+from collections import Counter
 
 _VALUE = "@dataclass(slots=True, unsafe_hash=True)\n"
 """What `core.value.value` and frozen dataclasses are, but for checks of assignments."""
 
 
 def written_out(text: str) -> str:
-    """Return a module with the constructors of its dataclasses written out."""
+    """Return a module with the constructors of its dataclasses written out, and final numbers."""
     text = text.replace("@value\n", _VALUE).replace("@dataclass(frozen=True, slots=True)\n", _VALUE)
     text = text.replace(
         "from c2cserve.core.value import value\n", "from dataclasses import dataclass\n"
     )
-    lines = text.splitlines()
+    lines = _with_final_numbers(text)
     classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
     for node in sorted(classes, key=lambda one: one.lineno, reverse=True):
         if _is_plain(node):
             assert node.end_lineno is not None
             lines[node.end_lineno : node.end_lineno] = _constructor(node)
     return "\n".join(lines) + "\n"
+
+
+def _with_final_numbers(text: str) -> list[str]:
+    """Return the lines of a module. Their number is the same."""
+    lines, body = text.splitlines(), ast.parse(text).body
+    assigned = [one for one in body if isinstance(one, ast.Assign) and len(one.targets) == 1]
+    times = Counter(ast.unparse(one.targets[0]) for one in assigned)
+    numbers = {
+        one.lineno - 1: f"{name}: _Final = {number!r}" for one in assigned
+        if (name := ast.unparse(one.targets[0])).isupper() and times[name] == 1
+        and (number := _number(one.value)) is not None
+    }  # fmt: skip
+    if numbers:
+        first = min(numbers)
+        numbers[first] = f"from typing import Final as _Final; {numbers[first]}"
+    return [numbers.get(index, line) for index, line in enumerate(lines)]
+
+
+def _number(value: ast.expr) -> int | float | None:
+    """Return the value of an expression of numbers alone; None if it is another one."""
+    if any(isinstance(one, ast.Name | ast.Call | ast.Attribute) for one in ast.walk(value)):
+        return None
+    found = eval(compile(ast.Expression(value), "", "eval"), {})
+    return found if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
 def _is_plain(node: ast.ClassDef) -> bool:
@@ -41,7 +75,12 @@ def _constructor(node: ast.ClassDef) -> list[str]:
             body.append("self.__post_init__()")
     indent = " " * node.body[0].col_offset
     head = f"{indent}def __init__({', '.join(parameters)}) -> None:"
-    return ["", head, *(f"{indent}    {line}" for line in body or ["pass"])]
+    written = ["", head, *(f"{indent}    {line}" for line in body or ["pass"])]
+    if any(ast.unparse(one) == _VALUE.strip("@\n") for one in node.decorator_list):
+        given = "".join(f"self.{one.partition(':')[0]}, " for one in parameters[1:])
+        head = f"{indent}def __reduce__(self) -> tuple[object, ...]:"
+        written += ["", head, f"{indent}    return type(self), ({given})"]
+    return written
 
 
 def _field(one: ast.AnnAssign, name: str) -> tuple[list[str], list[str]]:
@@ -54,6 +93,8 @@ def _field(one: ast.AnnAssign, name: str) -> tuple[list[str], list[str]]:
     options = {word.arg: word.value for word in default.keywords}
     if "init" in options:
         return [], []  # `__post_init__` sets it
+    if "default" in options:
+        return [f"{name}: {kind} = {ast.unparse(options['default'])}"], [f"self.{name} = {name}"]
     factory = options["default_factory"]
     plain = isinstance(factory, ast.Lambda)
     made = ast.unparse(factory.body) if plain else f"{ast.unparse(factory)}()"

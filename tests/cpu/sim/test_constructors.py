@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 from c2cserve.sim.compiled import compiled_files
 from c2cserve.sim.constructors import written_out
@@ -59,3 +60,28 @@ def test_all_dataclasses_that_are_compiled_have_constructors_written_out() -> No
             ):
                 methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
                 assert "__init__" in methods, f"{name}: {node.name}"
+
+
+def test_numbers_of_a_module_are_final_and_have_their_values() -> None:
+    text = (
+        '"""A module."""\n\n_SIZE = 64 << 20\n"""Bytes."""\n_SHARE = 1 / 32\nNAMES = ("a", "b")\n'
+    )
+    names: dict[str, object] = {}
+    exec(found := written_out(text), names)
+    assert (names["_SIZE"], names["_SHARE"], names["NAMES"]) == (64 << 20, 1 / 32, ("a", "b"))
+    assert "_SIZE: _Final = 67108864" in found
+    assert "NAMES = " in found
+
+
+def test_a_name_that_is_assigned_twice_is_not_final() -> None:
+    assert "Final" not in written_out("LEVEL = 1\nLEVEL = 2\n")
+
+
+def test_a_value_says_how_it_is_made() -> None:
+    names: dict[str, Any] = {}
+    exec(written_out(TEXT), names)
+    made = names["Part"](7, "streaming")
+    kind, fields = made.__reduce__()
+    assert (kind, fields) == (names["Part"], (7, "streaming"))
+    assert kind(*fields) == made
+    assert names["Empty"]().__reduce__()[1] == ()

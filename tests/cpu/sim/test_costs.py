@@ -1,14 +1,17 @@
 """Costs against arithmetic by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.sim.world.costs import Costs
-from c2cserve.sim.world.hardware import build
+from c2cserve.sim.world.hardware import SimulatedSlice, build
 from c2cserve.sim.world.shapes import SimModel, shape_of
-from c2cserve.sim.world.tables import Tables, interpolate, read_tables
+from c2cserve.sim.world.tables import Tables, interpolate, linear_bytes, read_tables
 
-GPU = build("h200-x1").slices[0]
+MEASURED = build("h200-x1").slices[0]
+GPU = replace(MEASURED, kernels=None)
 
 
 def model(name: str) -> SimModel:
@@ -106,3 +109,54 @@ def test_published_tables_are_used_for_published_machines() -> None:
     both = costs.step(step((1024, 1), (0, 1024)), seven, slices["cpu0"], 1.0).floor_s
     base = machine.hardware.tables.steps["llama-2-7b"]["cpu:cpu"].base_s
     assert both == pytest.approx(0.567 + one - base)
+
+
+def seconds(simulated: SimulatedSlice, *parts: tuple[int, int], cached: float = 1.0) -> float:
+    cost = Costs(Tables({})).step(step(*parts), model("llama-3.1-8b"), simulated, cached)
+    return cost.floor_s
+
+
+def test_measured_kernels_add_up() -> None:
+    kernels, shape = MEASURED.kernels, shape_of("llama-3.1-8b")
+    assert kernels is not None
+    layer = sum(kernels.gemm_s(32, size) for size in linear_bytes(shape))
+    layer += kernels.decodes_s(32 * 601 * 4096, 601 * 4096)
+    output_s = kernels.gemm_s(32, 2 * 128_256 * 4096)
+    activations_s = 24 * 32 * 4096 * 32 / MEASURED.hbm_bytes_per_s
+    expected_s = 32 * layer + output_s + activations_s
+    assert seconds(MEASURED, *[(600, 1)] * 32) == pytest.approx(expected_s)
+
+
+def test_the_four_gemms_of_a_layer_are_those_of_the_checkpoint() -> None:
+    measured = [6144 * 4096, 4096 * 4096, 28_672 * 4096, 4096 * 14_336]
+    found = linear_bytes(shape_of("llama-3.1-8b"))
+    assert found == pytest.approx([2.0 * one for one in measured], rel=1e-4)
+
+
+def test_one_long_sequence_is_read_by_few_sms() -> None:
+    one = seconds(MEASURED, (8191, 1)) - seconds(MEASURED, (15, 1))
+    eight = seconds(MEASURED, *[(8191, 1)] * 8) - seconds(MEASURED, *[(15, 1)] * 8)
+    assert eight < 4 * one
+
+
+def test_weights_that_stream_are_not_read_in_memory() -> None:
+    kept, half = seconds(MEASURED, (500, 1)), seconds(MEASURED, (500, 1), cached=0.5)
+    assert 0.5 * kept < half < 0.6 * kept
+    # A long prompt is bound by arithmetic, wherever its weights are.
+    assert seconds(MEASURED, (0, 4096), cached=0.0) > 0.8 * seconds(MEASURED, (0, 4096))
+
+
+@pytest.mark.parametrize("parts", [[(600, 1)] * 16, [(0, 2048)]])
+def test_more_of_a_resource_shortens_what_it_binds(parts: list[tuple[int, int]]) -> None:
+    assert MEASURED.kernels is not None
+    memory = replace(MEASURED, kernels=MEASURED.kernels.faster(1.5, 1.0))
+    compute = replace(MEASURED, kernels=MEASURED.kernels.faster(1.0, 1.5))
+    by_memory, by_compute = seconds(memory, *parts), seconds(compute, *parts)
+    if len(parts) > 1:
+        assert by_memory < by_compute
+    else:
+        assert by_compute < by_memory
+
+
+def test_a_partition_has_the_roofline() -> None:
+    assert build("h200-x1:green4").slices[0].kernels is None

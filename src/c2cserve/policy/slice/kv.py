@@ -67,6 +67,8 @@ class KvArena:
         self._taken = bytearray(self.slabs)
         self._busy = bytearray(self.slabs)
         """Slabs in which something is held: what eviction cannot free."""
+        self._untaken = self._idle = self.slabs
+        """Number of slabs that are not taken, and of those that are not busy."""
         self._withheld = 0
         """Slabs that hold something else, wherever they lie."""
         self.weights_above = False
@@ -99,7 +101,7 @@ class KvArena:
         kv = self._models.pop(model)
         assert kv.held == 0, f"{model} still holds KV"
         for span in kv.spans.values():
-            self._mark(self._taken, kv, span, 0)
+            self._take(kv, span, 0)
 
     def capacity(self, model: str, withheld: int = 0) -> int:
         """Return the blocks that the arena without so many slabs could hold for the model."""
@@ -109,7 +111,7 @@ class KvArena:
     def available(self, model: str) -> int:
         """Return the blocks that the model could have now if nothing was cached. It is exact."""
         kv = self._models[model]
-        room = self._busy.count(0) - self._withheld - len(kv.idle) * kv.span_slabs
+        room = self._idle - self._withheld - len(kv.idle) * kv.span_slabs
         if kv.span_slabs == 1:
             spans = room
         else:
@@ -123,7 +125,7 @@ class KvArena:
     @property
     def free_slabs(self) -> int:
         """Those in which no KV is held, withheld ones too."""
-        return self._busy.count(0)
+        return self._idle
 
     def limit_cache(self, share: float) -> None:
         """Let what is cached make way before the arena's used part grows beyond a share of it."""
@@ -137,7 +139,7 @@ class KvArena:
         self._withheld = slabs
         if self.weights_above:
             self._forget_above(self.slabs - slabs)
-        while self._taken.count(0) < slabs:
+        while self._untaken < slabs:
             idle = (
                 (tick, span.first_slab, kv, span)
                 for kv in self._models.values()
@@ -266,7 +268,7 @@ class KvArena:
     def _held(self, kv: _ModelKv, span: _Span, count: int) -> None:
         if span.held == 0:
             kv.idle.pop(span, None)
-            self._mark(self._busy, kv, span, 1)
+            self._occupy(kv, span, 1)
         span.held += count
         kv.held += count
 
@@ -275,7 +277,7 @@ class KvArena:
         kv.held -= count
         assert span.held >= 0, "a block is released that nobody held"
         if span.held == 0:
-            self._mark(self._busy, kv, span, 0)
+            self._occupy(kv, span, 0)
             if span.cached:
                 kv.idle[span] = self._tick
             else:
@@ -292,9 +294,15 @@ class KvArena:
     def _places(self, kv: _ModelKv) -> range:
         return range(0, self.slabs - kv.span_slabs + 1, kv.span_slabs)
 
-    def _mark(self, slabs: bytearray, kv: _ModelKv, span: _Span, value: int) -> None:
-        end = span.first_slab + kv.span_slabs
-        slabs[span.first_slab : end] = bytes((value,)) * kv.span_slabs
+    def _take(self, kv: _ModelKv, span: _Span, value: int) -> None:
+        """Mark the slabs of a span that was not taken (1) or was (0)."""
+        _mark(self._taken, kv, span, value)
+        self._untaken += kv.span_slabs if value == 0 else -kv.span_slabs
+
+    def _occupy(self, kv: _ModelKv, span: _Span, value: int) -> None:
+        """Mark the slabs of a span that was not busy (1) or was (0)."""
+        _mark(self._busy, kv, span, value)
+        self._idle += kv.span_slabs if value == 0 else -kv.span_slabs
 
     def _grow(self, kv: _ModelKv) -> bool:
         if kv.span_slabs == 1:
@@ -302,13 +310,13 @@ class KvArena:
         else:
             free = (p for p in self._places(kv) if not any(self._taken[p : p + kv.span_slabs]))
             first = next(free, -1)
-        full = self._taken.count(0) - self._withheld < kv.span_slabs
+        full = self._untaken - self._withheld < kv.span_slabs
         if full or first < 0 or (first >= self._roomy_slabs and self._can_evict(kv)):
             return False
         base = first * self.slab_bytes
         last = base + (kv.per_span - 1) * kv.block_bytes
         span = _Span(first, list(range(last, base - 1, -kv.block_bytes)))
-        self._mark(self._taken, kv, span, 1)
+        self._take(kv, span, 1)
         kv.spans[first] = kv.roomy[first] = span
         kv.free += kv.per_span
         return True
@@ -353,4 +361,9 @@ class KvArena:
         """Give the arena the slabs of a span in which nothing is held or cached."""
         kv.free -= kv.per_span
         del kv.spans[span.first_slab], kv.roomy[span.first_slab]
-        self._mark(self._taken, kv, span, 0)
+        self._take(kv, span, 0)
+
+
+def _mark(slabs: bytearray, kv: _ModelKv, span: _Span, value: int) -> None:
+    for slab in range(span.first_slab, span.first_slab + kv.span_slabs):
+        slabs[slab] = value

@@ -69,6 +69,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def apply(self, event: ev.SliceEvent) -> None:
         match event:
+            case ev.StepDone():
+                self._step_done(event)
             case ev.Activated(spec, keep):
                 self._activate(spec, keep)
             case ev.Fetched(name, took_s, refused):
@@ -93,8 +95,6 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 self._withdraw(request_id)
             case ev.RecallAsked(request_id, running):
                 self._recall(request_id, running=running)
-            case ev.StepDone():
-                self._step_done(event)
             case ev.StepFailed(step_id, reason):
                 self._step_failed(step_id, reason)
             case ev.StepParked(step_id):
@@ -320,9 +320,11 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _launch_several(self, lookahead: Lookahead, now: float) -> None:
         """Launch several decode steps at once, where single decisions would come to the same."""
+        parked = len(self._in_flight) > 0
         models = [
             m for m in self._models.values()
-            if m.seqs and self._weights.computes(m.name) and not self._in_flight.of(m)
+            if m.seqs and self._weights.computes(m.name)
+            and not (parked and self._in_flight.of(m))
         ]  # fmt: skip
         assert len(self._lanes.late_ran) == 1, "lanes end in any order, which none foresees"
         late_ran = self._lanes.late_ran["resident"]

@@ -188,15 +188,15 @@ class WeightSwapping(WeightMemory):
         which stay until these have ended, and in how many seconds that is expected."""
         self.wakeup = None
         self._now = now
-        if any(self.streams(name) is False for name in in_flight):
+        if self._tried and any(self.streams(name) is False for name in in_flight):
             self._tried.clear()
         self._reconsider(now)
-        actions = self._make_way_for_long(in_flight)
+        actions = self._make_way_for_long(in_flight) if self._bounded else []
         most = _AT_A_TIME if self._rotates else len(self._weights)
         chosen, self._draining = self._draining, {}
         while len(self._in["loading"]) < most:
             absent = self._in["absent"].items()
-            out = sorted((one.due_s, name) for name, one in absent if one.model.seqs)
+            out = sorted([(one.due_s, name) for name, one in absent if one.model.seqs])
             if not out:
                 break
             first = self._weights[out[0][1]]

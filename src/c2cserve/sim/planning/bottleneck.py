@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice
 from c2cserve.sim.world.shapes import SimModel
-from c2cserve.sim.world.tables import StepTable, Tables
+from c2cserve.sim.world.tables import KernelTimes, StepTable, Tables
 
 
 def _link(machine: SimMachine, factor: float) -> SimMachine:
@@ -28,7 +28,12 @@ def _link(machine: SimMachine, factor: float) -> SimMachine:
 
 def _bandwidth(machine: SimMachine, factor: float) -> SimMachine:
     machine = _tables(machine, lambda table: replace(table, decode=_less(table.decode, factor)))
-    slices = (replace(one, hbm_bytes_per_s=one.hbm_bytes_per_s * factor) for one in machine.slices)
+    slices = (
+        replace(
+            one, hbm_bytes_per_s=one.hbm_bytes_per_s * factor, kernels=_kernels(one, memory=factor)
+        )
+        for one in machine.slices
+    )  # fmt: skip
     return replace(machine, slices=tuple(slices))
 
 
@@ -42,8 +47,18 @@ def _compute(machine: SimMachine, factor: float) -> SimMachine:
     machine = _tables(
         machine, lambda table: replace(table, prefill=[(x, y / factor) for x, y in table.prefill])
     )
-    slices = (replace(simulated, flops=simulated.flops * factor) for simulated in machine.slices)
+    slices = (
+        replace(one, flops=one.flops * factor, kernels=_kernels(one, compute=factor))
+        for one in machine.slices
+    )
     return replace(machine, slices=tuple(slices))
+
+
+def _kernels(
+    simulated: SimulatedSlice, memory: float = 1.0, compute: float = 1.0
+) -> KernelTimes | None:
+    times = simulated.kernels
+    return None if times is None else times.faster(memory, compute)
 
 
 def _tables(machine: SimMachine, change: Callable[[StepTable], StepTable]) -> SimMachine:
@@ -79,6 +94,7 @@ def faster_gpus(machine: SimMachine, factor: float) -> SimMachine:
         return replace(
             simulated, flops=simulated.flops * factor, step_s=simulated.step_s / factor,
             hbm_bytes_per_s=simulated.hbm_bytes_per_s * factor,
+            kernels=_kernels(simulated, factor, factor),
         ) if simulated.h2d else simulated  # fmt: skip
 
     def steps(device: str, table: StepTable) -> StepTable:

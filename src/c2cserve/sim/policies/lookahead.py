@@ -6,7 +6,7 @@ all of them: fewer decisions for the same steps. The executor stops at the end o
 anything else happens."""
 
 from collections.abc import Iterator, Sequence
-from heapq import heapreplace
+from itertools import islice
 from typing import Any
 
 from c2cserve.core.actions import RunStep
@@ -50,9 +50,8 @@ class Lookahead:
         """Return which model runs next, then next, and so on: indices into `models`, which are all
         that have requests here."""
         steps, favourite = self._steps, None
-        if self._swapping is not None:
-            steps = min(steps, _STEPS_SCARCE) if self._swapping.scarce else steps
-            favourite = self._swapping.favourite([model.name for model in models], now)
+        if self._swapping is not None and self._swapping.scarce:
+            steps = min(steps, _STEPS_SCARCE)
         left = steps
         for model in models:
             left = min(left, _decodes_left(model))
@@ -61,6 +60,8 @@ class Lookahead:
                 return []
         if len(models) < 2:
             return [0] * left if models else []
+        if self._swapping is not None:
+            favourite = self._swapping.favourite([model.name for model in models], now)
         top = -1 if favourite is None else [model.name for model in models].index(favourite)
         paces = [model.tpot_s if self._by_headroom else 0.0 for model in models]
         return _order(models, paces, top, steps, left, now, late_ran)
@@ -78,20 +79,19 @@ def _order(
     number = max(last)
     order: list[int] = []
     counts = [0] * len(models)
-    punctual = sorted((rank, index) for index, rank in enumerate(ranks))
+    known, punctual = list(ranks), True  # those of the favourite are updated when it matters
     for _ in range(steps):
-        rank, index = punctual[0] if punctual else (now, top)
-        if rank < now:
-            punctual.clear()
-        if punctual:  # all of them, as a heap: least headroom first
-            while rank != ranks[index]:  # this one ran as the favourite
-                heapreplace(punctual, (ranks[index], index))
-                rank, index = punctual[0]
-            late_ran = False
+        index = _least(known) if punctual else 0
+        punctual = punctual and known[index] >= now
+        if punctual:  # all of them: least headroom first
+            while known[index] != ranks[index]:  # this one ran as the favourite
+                known[index] = ranks[index]
+                index = _least(known)
+            rank, late_ran = known[index], False
             if top >= 0 and rank >= now + EASE_S:
                 index = top
             else:
-                heapreplace(punctual, (rank + paces[index], index))
+                known[index] = rank + paces[index]
         else:
             turn = next_turn(zip(ranks, last, range(len(ranks)), strict=True), now, late_ran)
             assert turn is not None, "there are models"
@@ -105,6 +105,15 @@ def _order(
         ranks[index] += paces[index]
         now += steps_s[index]
     return order
+
+
+def _least(ranks: list[float]) -> int:
+    """Return the index of the least rank, the first of several."""
+    index, least = 0, ranks[0]
+    for other, rank in enumerate(ranks):
+        if rank < least:
+            index, least = other, rank
+    return index
 
 
 def _launch(
@@ -126,10 +135,17 @@ def _launch(
         launched[0].model.last_step = first.id
         run = RunStep(first, (), (0,) * len(order))
     else:
-        for index, number in zip(order, step_ids, strict=False):
-            models[index].last_step = number
+        steps = len(order)
+        first_id = next(step_ids)
+        for _ in islice(step_ids, steps - 1):
+            pass
+        backwards = order[::-1]
+        for index in numbers:
+            models[index].last_step = first_id + steps - 1 - backwards.index(index)
         then = tuple([one.step for one in launched[1:]])
-        run = RunStep(first, then, tuple([numbers[index] for index in order]))
+        all_run = len(numbers) == len(models)
+        numbered = order if all_run else map(numbers.__getitem__, order)
+        run = RunStep(first, then, tuple(numbered))
     return DecidedSteps(launched, run, models[order[-1]].first() < now)
 
 

@@ -2,8 +2,8 @@
 intervenes."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate, islice
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice, repeat
 
 
 class Burst:
@@ -18,10 +18,14 @@ class Burst:
     ) -> None:
         self._order = order
         self.costs = costs
-        self._ends = list(accumulate(map(costs.__getitem__, order)))
-        """Work done at the end of each entry of the order."""
         self.length = _until_one_ends(order, remaining)
         """How many entries run."""
+        if len(costs) == 1:
+            work: Iterable[float] = repeat(costs[0], self.length)
+        else:
+            work = map(costs.__getitem__, islice(order, self.length))
+        self._ends = list(accumulate(work))
+        """Work done at the end of each of them."""
 
     @property
     def work(self) -> float:

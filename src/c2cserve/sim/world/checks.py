@@ -138,7 +138,11 @@ class BlockBook:
         slab = least // slab_bytes
         if slab == most // slab_bytes:
             return ((slab, len(offsets)),)
-        return Counter([offset // slab_bytes for offset in offsets]).items()
+        counts: dict[int, int] = {}
+        for offset in offsets:
+            slab = offset // slab_bytes
+            counts[slab] = counts.get(slab, 0) + 1
+        return counts.items()
 
     def release(self, seq: SeqState) -> None:
         """Free the KV of a sequence, on the host too."""

@@ -11,6 +11,7 @@ from c2cserve.core.step import SeqStep, Step
 from c2cserve.sim.world.bursts import Burst
 from c2cserve.sim.world.checks import BlockBook, SeqState
 from c2cserve.sim.world.context import SimulationContext, SliceUse
+from c2cserve.sim.world.costs import spread_of
 from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.links import Flow
 from c2cserve.sim.world.shapes import SimModel
@@ -192,7 +193,7 @@ class Compute:
             return
         alpha = self.alphas.get(step.model, 0.0) if context.hybrid else None
         cost = context.costs.step(step, model, simulated, cached, alpha, self._times[self._current])
-        scale = context.random.lognormvariate(0.0, context.noise) if context.noise else 1.0
+        scale = spread_of(context.random, context.noise) if context.noise else 1.0
         floor_s = self._lasting(step, scale * cost.floor_s)
         self._floor_s, self._compute_share = floor_s, cost.compute_share
         streamed = self._streamed_bytes = cost.link_bytes if simulated.h2d else 0.0
@@ -256,7 +257,7 @@ class Compute:
         scale, fewest = 1.0, min(remaining)
         if context.noise:
             spread = context.noise / sqrt(min(len(run.order), fewest))
-            scale = context.random.lognormvariate(0.0, spread)
+            scale = spread_of(context.random, spread)
         extra_tokens = min(len(run.order) // len(steps), fewest) // 2
         costs = [
             context.costs.step(step, model, simulated, 1.0, None, extra_tokens)
@@ -289,7 +290,7 @@ class Compute:
         cost = context.costs.step(step, model, simulated, cached, None, extra_tokens)
         self._floor_s, self._compute_share = cost.floor_s, cost.compute_share
         if context.noise:
-            self._floor_s *= context.random.lognormvariate(0.0, context.noise / sqrt(times))
+            self._floor_s *= spread_of(context.random, context.noise / sqrt(times))
         self._streams = cost.link_bytes
         rate = cost.link_bytes / self._floor_s
         burst = self._burst = Burst([cost.link_bytes], (0,) * times, [times])
@@ -378,10 +379,10 @@ class Compute:
         # Several steps are decided at once in slices of one lane alone, which need not know.
         streamed = 0 if run.order else round(self._streamed_bytes)
         self.use.busy_s += now - self._started_s
-        every = zip(self._steps, self._parts, self._times, self._took_s, strict=True)
-        for step, parts, times, took_s in every:
+        for index, step in enumerate(self._steps):
+            times, took_s = self._times[index], self._took_s[index]
             outcomes: list[ev.SeqOutcome] = []
-            for part, seq in parts if times else ():
+            for part, seq in self._parts[index] if times else ():
                 if part.emits:
                     finished = seq.tracked.sampled >= seq.tracked.output
                     outcomes.append(ev.SeqOutcome(part.request_id, times, finished))

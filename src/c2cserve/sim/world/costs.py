@@ -17,19 +17,25 @@ sums in memory once for every 128 of the inner dimension:
     link   = weights * (alpha * ceil(tokens / 128) + 1 - alpha)
     memory + (1 - alpha) * 4 * tokens * active parameters / 128
 
-This is their section 5, within 10 % of the times of both prototypes on an H200. A table measured on
-the device replaces compute and memory.
+This is their section 5, within 10 % of the times of both prototypes on an H200.
+
+Where a GPU's kernels were measured, their times replace the roofline of dense models
+(`sim.world.tables`), but for hybrid GEMMs. A table of the model, measured on the device, replaces
+both.
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, exp, log, sqrt
+from random import Random
 
 from c2cserve.core.step import Step
 from c2cserve.core.value import value
 from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.shapes import SimModel
-from c2cserve.sim.world.tables import StepTable, Tables
+from c2cserve.sim.world.tables import KernelTimes, StepTable, Tables
 
+_MAGIC = 4.0 * exp(-0.5) / sqrt(2.0)
+"""A factor of the ratio method for normal numbers."""
 _TILE = 128
 _ACTIVATION_FACTOR = 24
 """Bytes that the activations of one token move in memory per layer, in units of the hidden size.
@@ -62,6 +68,17 @@ class _Terms:
     """Time for the partial sums of weight-stationary GEMMs, of one token."""
     fixed_s: float
     table: StepTable | None
+    kernels: KernelTimes | None
+    """Those of the slice, if they hold for the model."""
+    layers: int
+    output_bytes: float
+    """Weights of the output's GEMM."""
+    kv_layer_bytes: float
+    """Keys and values of a token in one layer."""
+    pair_flop: float
+    """Attention of a token with one before it, in one layer."""
+    layers_s: dict[int, float]
+    """Rows -> seconds of all layers' GEMMs, as far as they were needed."""
 
 
 class Costs:
@@ -91,6 +108,8 @@ class Costs:
         if terms.table is not None:
             floor_s, share = table_seconds(step, terms.table, extra_tokens)
             return StepCost(floor_s, model.spec.weight_bytes * (1.0 - cached), share)
+        if terms.kernels is not None and alpha is None:
+            return _of_kernels(step, model, terms, terms.kernels, cached, extra_tokens)
         tokens = pairs = context = 0
         for part in step.seqs:
             start = part.start + extra_tokens
@@ -125,7 +144,51 @@ class Costs:
             partial_token_s=4.0 * shape.active_parameters / _TILE / simulated.hbm_bytes_per_s,
             fixed_s=simulated.step_s,
             table=self._tables.get(shape.table, simulated.table),
+            kernels=None if shape.experts else simulated.kernels,
+            layers=shape.layers,
+            output_bytes=float(shape.item_bytes * shape.vocabulary_parameters),
+            kv_layer_bytes=shape.kv_token_bytes / shape.layers,
+            pair_flop=4.0 * hidden,
+            layers_s={},
         )
+
+
+def _of_kernels(
+    step: Step, model: SimModel, terms: _Terms, kernels: KernelTimes, cached: float, extra: int
+) -> StepCost:
+    """Return the cost of a step by measured times of its kernels. GEMMs whose weights stream read
+    the `cached` share of them in memory, and compute as much as any."""
+    tokens = pairs = context = longest = emits = 0
+    for part in step.seqs:
+        start = part.start + extra
+        end = start + part.tokens
+        tokens += part.tokens
+        emits += part.emits
+        if part.tokens == 1:
+            context += end
+            longest = max(longest, end)
+        else:
+            pairs += part.tokens * (start + end + 1) // 2
+    gemms_s = terms.layers_s.get(tokens, 0.0)
+    if not gemms_s:
+        gemms_s = terms.layers_s[tokens] = kernels.layers_s(model.shape, tokens)
+        terms.layers_s[1] = kernels.layers_s(model.shape, 1)
+    read_s = cached * terms.layers_s[1]
+    if cached < 1.0:
+        gemms_s = max(cached * gemms_s, terms.token_s * tokens)
+    memory_s = terms.activation_s * tokens
+    if emits and terms.output_bytes:
+        memory_s += kernels.gemm_s(emits, terms.output_bytes)
+    if context:
+        token_bytes = terms.kv_layer_bytes
+        each_s = kernels.decodes_s(context * token_bytes, longest * token_bytes)
+        memory_s += terms.layers * each_s
+    compute_s = 0.0
+    if pairs:
+        compute_s = terms.layers * kernels.prompts_s(terms.pair_flop * pairs)
+    compute_s += max(0.0, gemms_s - read_s)
+    floor_s = compute_s + min(gemms_s, read_s) + memory_s
+    return StepCost(floor_s, model.spec.step_bytes(tokens) * (1.0 - cached), compute_s / floor_s)
 
 
 def table_seconds(step: Step, table: StepTable, extra_tokens: int) -> tuple[float, float]:
@@ -146,3 +209,14 @@ def table_seconds(step: Step, table: StepTable, extra_tokens: int) -> tuple[floa
         total_s += table.decode_s(decodes, length / decodes)
         prefills += 1
     return total_s - table.base_s * max(0, prefills - 1), prefill_s / total_s
+
+
+def spread_of(random: Random, sigma: float) -> float:
+    """Return `random.lognormvariate(0.0, sigma)` to the bit, by the same method (Kinderman and
+    Monahan). The library's is interpreted, and was a fiftieth of compiled simulations."""
+    uniform = random.random
+    while True:
+        above, below = uniform(), 1.0 - uniform()
+        z = _MAGIC * (above - 0.5) / below
+        if z * z / 4.0 <= -log(below):
+            return exp(z * sigma)

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -20,7 +20,7 @@ from c2cserve.core.machine import (
 )
 from c2cserve.policy.baselines.presets import C2CSERVE, Preset
 from c2cserve.sim.world.host_thread import HostTimes
-from c2cserve.sim.world.tables import Tables, read_tables
+from c2cserve.sim.world.tables import KernelTimes, Tables, read_kernels, read_tables
 
 _SLAB_BYTES = 64 << 20
 """Coarse slabs: bookkeeping of an arena of many GB should not cost more than its decisions."""
@@ -65,6 +65,8 @@ class Device:
     """Fixed cost of a step: launches, sampling, the host's part."""
     table: str = ""
     """The device's name in `tables`."""
+    kernels: KernelTimes | None = None
+    """Measured times of kernels on all of its SMs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class SimulatedSlice:
     d2h: tuple[str, ...] = ()
     compute: str = ""
     """The "link" of capacity 1 by which parts of a node share its time; empty: it is not shared."""
+    kernels: KernelTimes | None = None
+    """Measured times, of a GPU that is not cut. They replace the roofline and `step_s`."""
     host: HostTimes | None = None
     """What the host does for its steps; None: nothing, as `step_s` stands for it."""
 
@@ -154,10 +158,12 @@ def parse(name: str, text: str, folder: Path | None = None) -> Hardware:
     `folder` contains its tables; None: they are packaged. Raises KeyError, TypeError, ValueError,
     OSError."""
     raw = tomllib.loads(text)
-    tables = Tables({})
-    if "tables" in raw:
-        path = _data("tables", raw["tables"]) if folder is None else folder / raw["tables"]
-        tables = read_tables(json.loads(path.read_text()))
+
+    def read(file: str) -> Any:
+        path = _data("tables", file) if folder is None else folder / file
+        return json.loads(path.read_text())
+
+    tables = read_tables(read(raw["tables"])) if "tables" in raw else Tables({})
     host = raw["host"]
     return Hardware(
         name=name,
@@ -168,15 +174,18 @@ def parse(name: str, text: str, folder: Path | None = None) -> Hardware:
             link["id"]: (float(link["bytes_per_s"]), tuple(link["directions"]))
             for link in host.get("links", [])
         },
-        devices=tuple(_device(row) for row in raw["devices"]),
+        devices=tuple(_device(row, read) for row in raw["devices"]),
         tables=tables,
         request_s=float(host.get("request_s", 0.0)),
         step_error=str(raw.get("step_error", "")).strip().replace("\n", " "),
     )
 
 
-def _device(row: Mapping[str, Any]) -> Device:
-    keys = {key: value for key, value in row.items() if key not in {"layouts", "source"}}
+def _device(row: Mapping[str, Any], read: Callable[[str], Any]) -> Device:
+    apart = {"layouts", "source", "kernels"}
+    keys = {key: value for key, value in row.items() if key not in apart}
+    if "kernels" in row:
+        keys["kernels"] = read_kernels(read(row["kernels"]))
     layouts = {
         name: Layout(
             slices=int(one["slices"]),
@@ -307,6 +316,7 @@ def _slices_of(
             relays=tuple((f"{one}.h2d", *routes["h2d"][1:]) for one in neighbours),
             d2h=routes["d2h"] if streams else (),
             compute=f"{node}.{index // parts}.compute" if parts > 1 else "",
+            kernels=device.kernels if device.kernels and device.kernels.sms == layout.sms else None,
         )
         slices.append(simulated)
     return slices

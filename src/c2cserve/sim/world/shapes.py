@@ -29,11 +29,19 @@ class Shape:
     table: str = ""
     item_bytes: int = 2
     """Bytes of a weight, and of a number in KV; 2: bfloat16 or float16."""
+    vocabulary_parameters: int = 0
+    """Parameters of one embedding matrix; 0: it is not known, and counted as layers'."""
+    tied: bool = True
+    """One such matrix is input and output. Else there are two."""
 
     @property
     def active_parameters(self) -> int:
         """Parameters that a token is multiplied with."""
         return self.parameters - (self.experts - self.experts_per_token) * self.expert_parameters
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.parameters - self.vocabulary_parameters * (1 if self.tied else 2)
 
     @property
     def kv_token_bytes(self) -> int:

@@ -1,9 +1,20 @@
-"""Measured step times of prefills by length, and of decodes by batch and length."""
+"""Measured times: of a model's steps on a device, and of a GPU's kernels.
 
-from bisect import bisect_right
+Steps are prefills by length, and decodes by batch and length. Where only kernels were measured,
+steps of dense models are made of these:
+
+    step = GEMMs of all layers + attention of all layers + GEMM of the output + activations
+
+Kernels run one after the other. So each has its own bound, and their times add up. GEMMs are looked
+up by rows and bytes of weights. Attention of decodes goes by the bytes of keys and values of a
+layer, that of prompts by FLOP. Times between measured points are on lines.
+"""
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from c2cserve.sim.world.shapes import Shape
 
 _LENGTH_STEP = 32
 """Average lengths are rounded to steps of so many tokens, so that lookups can be cached."""
@@ -17,7 +28,9 @@ def interpolate(points: Points, x: float) -> float:
     Beyond the last point the last piece goes on. Before the first point its value holds."""
     if x <= points[0][0] or len(points) == 1:
         return points[0][1]
-    upper = min(bisect_right(points, x, key=lambda point: point[0]), len(points) - 1)
+    upper, last = 1, len(points) - 1
+    while upper < last and points[upper][0] <= x:
+        upper += 1
     (x0, y0), (x1, y1) = points[upper - 1], points[upper]
     return y0 + (x - x0) * (y1 - y0) / (x1 - x0)
 
@@ -90,3 +103,88 @@ def _table(row: Mapping[str, Any]) -> StepTable:
     )
     base_s = row["base_ms"] / 1e3 if "base_ms" in row else prefill[0][1]
     return StepTable(prefill, decode, base_s)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """Kernels of one GPU, with all of its SMs. Seconds."""
+
+    sms: int
+    gemm: Sequence[tuple[float, Points]]
+    """(rows, [(bytes of weights, seconds)])."""
+    decodes: Points
+    """(bytes of keys and values of a layer, seconds) of batches."""
+    one_decode: Points
+    """The same of one sequence alone, which few SMs read. A batch takes no less than its longest
+    sequence."""
+    prompts: Points
+    """(FLOP of a layer, seconds)."""
+    memory_speed: float = 1.0
+    """How many times as fast memory is as it was measured,"""
+    compute_speed: float = 1.0
+    """and arithmetic. (Experiments of `sim.planning`.)"""
+    _gemms: dict[tuple[int, float], float] = field(
+        default_factory=dict[tuple[int, float], float], compare=False
+    )
+    """What was computed before."""
+
+    def faster(self, memory: float, compute: float) -> "KernelTimes":
+        """Return the same with memory and arithmetic so many times as fast."""
+        return KernelTimes(
+            self.sms, self.gemm, self.decodes, self.one_decode, self.prompts,
+            self.memory_speed * memory, self.compute_speed * compute,
+        )  # fmt: skip
+
+    def layers_s(self, shape: Shape, rows: int) -> float:
+        """Return the seconds of all GEMMs of a model's layers."""
+        each = sum([self.gemm_s(rows, size) for size in linear_bytes(shape)])
+        return shape.layers * each
+
+    def gemm_s(self, rows: int, weight_bytes: float) -> float:
+        """Return the seconds of one GEMM. What it takes for one row is that of reading weights."""
+        key = rows, weight_bytes
+        known = self._gemms.get(key)
+        if known is None:
+            by_rows = [(at, interpolate(points, weight_bytes)) for at, points in self.gemm]
+            least_s = by_rows[0][1]
+            more_s = interpolate(by_rows, rows) - least_s
+            known = least_s / self.memory_speed + more_s / self.compute_speed
+            self._gemms[key] = known
+        return known
+
+    def decodes_s(self, kv_bytes: float, longest_bytes: float) -> float:
+        """Return the seconds of one layer's attention of decodes."""
+        batch_s = interpolate(self.decodes, kv_bytes)
+        return max(batch_s, interpolate(self.one_decode, longest_bytes)) / self.memory_speed
+
+    def prompts_s(self, flop: float) -> float:
+        """Return the seconds of one layer's attention of prompts."""
+        return interpolate(self.prompts, flop) / self.compute_speed
+
+
+def linear_bytes(shape: Shape) -> tuple[float, float, float, float]:
+    """Return the weights of a layer's four GEMMs: query, key and value; output; gate and up; down.
+
+    A dense model's hidden size is that of its heads together."""
+    hidden = shape.heads * shape.head_dim
+    qkv = hidden * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    out = hidden * hidden
+    mlp = shape.layer_parameters / shape.layers - qkv - out
+    size = shape.item_bytes
+    return float(size * qkv), float(size * out), size * mlp * 2 / 3, size * mlp / 3
+
+
+def read_kernels(raw: Mapping[str, Any]) -> KernelTimes:
+    """Read times in the form of `data/tables/*_kernels.json`, in microseconds.
+
+    Raises KeyError, ValueError."""
+    gemm = sorted((float(row["rows"]), _points(row["us"])) for row in raw["gemm"])
+    attention = raw["attention"]
+    return KernelTimes(
+        int(raw["sms"]), gemm, _points(attention["decodes_us"]),
+        _points(attention["one_decode_us"]), _points(attention["prompts_us"]),
+    )  # fmt: skip
+
+
+def _points(pairs: Sequence[Sequence[float]]) -> Points:
+    return sorted((float(x), us / 1e6) for x, us in pairs)
