@@ -135,7 +135,7 @@ class FleetGateway:
 
     def node_up(self, link: NodeLink, node: fleet.FleetNode) -> None:
         name = self._members.up(link)
-        log.info("node %s is up: %d slices of %s", name, node.slices, node.kind)
+        log.info("node %s is up: %d slices of %s, cost %g", name, node.slices, node.kind, node.cost)
         self._nodes[node.id] = Node(link, node, name)
         self.tick(fleet.NodeUp(node))
         self._catalogue.node_up(link)
