@@ -139,10 +139,15 @@ class Machines:
         ray.shutdown()
         self._cluster.head_node.kill_gcs_server()
 
+    def stop_head_service(self) -> None:
+        """Kill the GCS alone, so that it may start again."""
+        [service] = self._cluster.head_node.all_processes["gcs_server"]
+        kill_all([psutil.Process(service.process.pid)])
+
     def kill_head(self) -> None:
         """Kill the GCS, and the head's raylet with everything under it, at once."""
-        [service] = self._cluster.head_node.all_processes["gcs_server"]
-        kill_all([psutil.Process(service.process.pid), *self._under(self._cluster.head_node)])
+        self.stop_head_service()
+        kill_all(self._under(self._cluster.head_node))
 
     def start_head_service(self) -> None:
         """Start the GCS again, at the same address: it finds its state in Redis."""
