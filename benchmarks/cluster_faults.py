@@ -6,7 +6,7 @@ python benchmarks/cluster_faults.py [--kind front_killed|head_killed|node_cut] [
 As `cluster.py --part faults`, in each of N runs under 30 streams, and compared with what they say
 undisturbed. `front_killed`: another front of the same nodes dies, with a stream of its own, which
 is asked for again at the first one. `head_killed`: Ray's GCS is killed, and starts again with the
-state that it keeps in Redis. `node_cut`: a node's network is cut (needs root), and mended later.
+state that it keeps in Redis. `node_cut`: a node's network is cut for 5 s (needs root).
 """
 
 import argparse
@@ -28,6 +28,8 @@ from separate_network import SeparateNetwork
 
 _STREAM = (MODELS[0], f"{PROMPTS[0]} 0", 300)
 """The first of the thirty."""
+_CUT_S = 5.0
+"""Longer than fronts wait for a sign of life, and shorter than Ray does."""
 
 
 class Fault:
@@ -98,9 +100,10 @@ class NodeCut(Fault):
 
     def strike(self) -> None:
         self._network.cut()
+        time.sleep(_CUT_S)
+        self._network.mend()
 
     def mend(self) -> int:
-        self._network.mend()
         self.front.wait_nodes(4, 300)
         return 0
 

@@ -99,11 +99,13 @@ FleetEvent = (
 @value
 class SendTo:
     """Send a request to a node, from its prompt and the tokens that its client has. `source`: a
-    node with its model, if that is to be loaded; empty: there is none."""
+    node with its model, if that is to be loaded; empty: there is none. `used_ago_s`: when the model
+    was used last on any node, if this node has not had it: so it knows how rare the model is."""
 
     request_id: str
     node_id: str
     source: str = ""
+    used_ago_s: tuple[float, ...] = ()
 
 
 @value

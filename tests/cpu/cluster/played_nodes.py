@@ -59,6 +59,8 @@ class PlayedEngine:
     reloaded: list[str] = field(default_factory=list[str])
     held_models: tuple[str, ...] = MODELS
     """Models in its pool."""
+    used: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    """What it was told of uses elsewhere."""
     token_s: float = 0.0
     """What it says that a token takes; 0: nothing."""
 
@@ -89,6 +91,9 @@ class PlayedEngine:
 
     def hold(self, name: str, *, pinned: bool) -> None:
         self.held.append(name)
+
+    def note_uses(self, name: str, times_s: tuple[float, ...]) -> None:
+        self.used[name] = times_s
 
     def snapshot(self) -> Snapshot:
         models = tuple(

@@ -167,7 +167,12 @@ class FleetWorld:
     def _carry_out(self, action: fleet.FleetAction) -> None:
         match action:
             case fleet.SendTo(name, node_id):
-                self._sent(self.requests[name], self.nodes[node_id])
+                request, node = self.requests[name], self.nodes[node_id]
+                uses = node.uses.setdefault(
+                    request.model, Uses.of(self.models[request.model].weight_bytes)
+                )
+                uses.recall([self.now - one for one in action.used_ago_s])
+                self._sent(request, node)
             case fleet.Hold(node_id, model):
                 self.held.append((node_id, model))
                 self._load(self.nodes[node_id], model)

@@ -170,6 +170,10 @@ class NodeBook:
         first_s = wait_s + tokens * max(self.token_s, prompt_token_s)
         return first_s <= slo.ttft_s and token_s <= slo.tpot_s
 
+    def recall(self, spec: ModelSpec, times_s: Sequence[float]) -> None:
+        """Note what the node will be told of a model that it does not have."""
+        self.uses.setdefault(spec.id, Uses.of(spec.weight_bytes)).recall(times_s)
+
     def send(self, request: Request, spec: ModelSpec, cached: int, now: float) -> None:
         """Note that the request is there from now on."""
         computed = request.prompt_len - cached

@@ -182,6 +182,9 @@ class FleetPolicy:
             return []
         book = self._nodes[found.node_id]
         source = self._placement.source(spec.id, book)
+        used_s = () if book.has(spec.id) else self._pools.used_s(spec.id)
+        if used_s:
+            book.recall(spec, used_s)
         book.send(held.request, spec, found.cached, now)
         self._pools.hold(book, spec, now)
         self._pools.asked(spec, held.request.prompt_len, now)
@@ -192,7 +195,8 @@ class FleetPolicy:
         hot = book.load > _HOT_SHARE * settings.copy_load
         if hot or self._placement.astray(book, held.request, spec, now):
             self._copies.review([spec.id])
-        return [fleet.SendTo(held.request.id, found.node_id, source)]
+        used_ago_s = tuple(round(now - one, 3) for one in used_s)
+        return [fleet.SendTo(held.request.id, found.node_id, source, used_ago_s)]
 
     def _reject(self, held: _Held, status: int, reason: str, retry_after_s: float) -> Reject:
         self._forget(held.request.id)

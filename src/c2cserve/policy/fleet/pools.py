@@ -78,6 +78,11 @@ class Pools:
         before = self._prompts.get(spec.id, float(tokens))
         self._prompts[spec.id] = before + _LEARNING * (tokens - before)
 
+    def used_s(self, model: str) -> tuple[float, ...]:
+        """Return when the model was used last, on any node."""
+        uses = self._uses.get(model)
+        return () if uses is None else tuple(uses.times_s)
+
     def forget(self, model: str) -> None:
         self._uses.pop(model, None)
         self._prompts.pop(model, None)
