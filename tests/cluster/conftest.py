@@ -6,11 +6,22 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+_FOLDER = Path(__file__).parent
+sys.path.insert(0, str(_FOLDER))
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     return True if "not cluster" in str(config.getoption("markexpr")) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder, before others are deselected by their marks."""
+    for item in items:
+        if item.path.is_relative_to(_FOLDER):
+            item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.filterwarnings("default"))  # Ray's own
 
 
 @pytest.fixture(scope="session")

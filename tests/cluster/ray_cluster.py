@@ -18,38 +18,50 @@ from ray.cluster_utils import Cluster
 from server_process import CATALOG, ServerProcess, wait_until
 
 from c2cserve.cluster.agent import NAMESPACE, PREFIX, AgentState
-from c2cserve.cluster.membership import agents_of, describe
+from c2cserve.cluster.membership import COST_LABEL, agents_of, describe
 
 _STORE_BYTES = 80 << 20
 
 
 def patiently(start: Callable[[], Any]) -> Any:
-    """Start something of Ray's, which gives a raylet 30 s: on a busy machine that is no fault."""
-    for _ in range(3):
+    """Start something of Ray's, which gives a raylet 30 s: on a busy machine that is no fault.
+
+    What a start in vain has left is killed, or it would slow down the next one."""
+    before = set(psutil.Process().children(recursive=True))
+    tries = 5
+    while True:
         try:
             return start()
         except Exception as error:  # Ray raises no class of its own here
-            if "timed out during startup" not in str(error):
+            tries -= 1
+            if not tries or "timed out during startup" not in str(error):
                 raise
-            last = error
-    raise last
+            kill_all(set(psutil.Process().children(recursive=True)) - before)
+
+
+def _machine(cost: float) -> dict[str, Any]:
+    """Return what Ray is told of a machine. 0: nothing is said of its cost."""
+    labels = {COST_LABEL: f"{cost:g}"} if cost else {}
+    return {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "labels": labels}
 
 
 class Machines:
     """A Ray cluster whose raylets stand for machines. Started by `with`."""
 
-    def __init__(self, count: int, *, joined: bool = True, redis: str = "") -> None:
+    def __init__(
+        self, count: int, *, joined: bool = True, redis: str = "", cost: float = 0.0
+    ) -> None:
         """`joined`: this process is a member too, for what asks the agents. `redis`: the address of
-        the Redis that the head keeps its state in."""
+        the Redis that the head keeps its state in. `cost`: of the head's machine."""
         os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
         self._count = count
-        self._joined, self._redis = joined, redis
+        self._joined, self._redis, self._cost = joined, redis, cost
         self._cluster: Any = None
         self._orphans: list[int] | None = None
         """The nodes, when there is no head any more to ask."""
 
     def __enter__(self) -> Self:
-        args = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        args = {**_machine(self._cost), "include_dashboard": False}
         if self._redis:
             os.environ["RAY_REDIS_ADDRESS"] = self._redis
         self._cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=args))
@@ -62,6 +74,7 @@ class Machines:
     def __exit__(self, *_: object) -> None:
         if not self._joined:
             kill_all(one for node in self._cluster.list_all_nodes() for one in self._under(node))
+            self._cluster.head_node.kill_gcs_server(check_alive=False)
             os.environ.pop("RAY_REDIS_ADDRESS", None)
             return
         for pid in self._orphans if self._orphans is not None else self._pids():
@@ -76,9 +89,11 @@ class Machines:
     def address(self) -> str:
         return self._cluster.address
 
-    def add(self) -> None:
-        """Start another machine."""
-        patiently(lambda: self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES))
+    def add(self, cost: float = 0.0, **env: str) -> str:
+        """Start another machine. Return how its node's name ends. `env`: more of its
+        environment."""
+        node = patiently(lambda: self._cluster.add_node(**_machine(cost), env_vars=env))
+        return node.node_id[:6]
 
     def states(self) -> list[AgentState]:
         said = describe(ray, agents_of(ray)).values()
@@ -124,10 +139,15 @@ class Machines:
         ray.shutdown()
         self._cluster.head_node.kill_gcs_server()
 
+    def stop_head_service(self) -> None:
+        """Kill the GCS alone, so that it may start again."""
+        [service] = self._cluster.head_node.all_processes["gcs_server"]
+        kill_all([psutil.Process(service.process.pid)])
+
     def kill_head(self) -> None:
         """Kill the GCS, and the head's raylet with everything under it, at once."""
-        [service] = self._cluster.head_node.all_processes["gcs_server"]
-        kill_all([psutil.Process(service.process.pid), *self._under(self._cluster.head_node)])
+        self.stop_head_service()
+        kill_all(self._under(self._cluster.head_node))
 
     def start_head_service(self) -> None:
         """Start the GCS again, at the same address: it finds its state in Redis."""

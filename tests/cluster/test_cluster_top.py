@@ -13,10 +13,6 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
-import pytest
-
-pytest.importorskip("ray")
-
 from ray_cluster import Front, Machines
 from server_process import wait_until
 from streams import all_streams
@@ -24,11 +20,6 @@ from streams import all_streams
 from c2cserve.bench.scrape import scrape
 from c2cserve.terminal.output import show_bytes
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("default"),  # Ray's own
-]
 ROWS, COLUMNS = 40, 120
 NUMBERS = ("running", "waiting", "models", "pool_used_bytes", "pool_budget_bytes")
 

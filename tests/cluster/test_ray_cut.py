@@ -1,6 +1,5 @@
 """A network that is cut between a front and a node, and what tells it apart from a death."""
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,23 +8,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-pytest.importorskip("ray")
-
+from disturbing import disturbed_streams, undisturbed_streams
 from ray_cluster import Front, Machines, kill_group, patiently
 from separate_network import NoNamespaces, SeparateNetwork
 from server_process import wait_until
-from streams import all_streams
 
 from c2cserve.cluster.agent import AgentState
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("default"),  # Ray's own
-]
-STREAMS, TOKENS = 12, 300
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -68,7 +58,7 @@ def only(machines: Machines, front: Front, name: str) -> None:
     for one in others:
         machines.drain(one)
     front.wait_nodes(1)
-    asyncio.run(all_streams(front.url, STREAMS, TOKENS))
+    undisturbed_streams(front)
     for one in others:
         machines.resume(one)
     front.wait_nodes(len(others) + 1)
@@ -81,19 +71,12 @@ def test_a_cut_node_is_told_apart_from_a_dead_one(
     front.wait_nodes(4)
     [before] = [one for one in machines.states() if one.host == network.HOST]
     only(machines, front, before.name)
-    expected = asyncio.run(all_streams(front.url, STREAMS, TOKENS))
-
-    async def scenario() -> list[str]:
-        begun = asyncio.Event()
-        streams = asyncio.create_task(all_streams(front.url, STREAMS, TOKENS, begun))
-        await begun.wait()
-        await asyncio.to_thread(network.cut)
-        return await streams
+    expected = undisturbed_streams(front)
 
     def said() -> str:
         return front.state()["nodes"][before.name]
 
-    assert asyncio.run(scenario()) == expected
+    assert disturbed_streams(front, network.cut) == expected
     wait_until(lambda: "no sign of life" in said(), 30, "the front says what it sees", poll_s=0.1)
     assert psutil.pid_exists(before.pid), "a cut is no reason to kill a node"
     network.mend()

@@ -4,46 +4,24 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import openai
 import pytest
-
-pytest.importorskip("ray")
-
+from disturbing import TOKENS, disturbed_streams, undisturbed_streams
 from ray_cluster import Front, Machines, kill_group
 from server_process import SPECIALISTS, alive, run_cli, wait_until
-from streams import all_streams, stream_text
+from streams import stream_text
 
 from c2cserve.cluster.agent import AgentState
-
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("default"),  # Ray's own
-]
-STREAMS, TOKENS = 12, 300
 
 
 @pytest.fixture(scope="session")
 def undisturbed(front: Front) -> list[str]:
     """What the streams say while nothing happens."""
-    return asyncio.run(all_streams(front.url, STREAMS, TOKENS))
-
-
-def disturbed(front: Front, disturb: Callable[[], None]) -> list[str]:
-    """Run the streams, and do something when they have begun."""
-
-    async def scenario() -> list[str]:
-        begun = asyncio.Event()
-        streams = asyncio.create_task(all_streams(front.url, STREAMS, TOKENS, begun))
-        await begun.wait()
-        await asyncio.to_thread(disturb)
-        return await streams
-
-    return asyncio.run(scenario())
+    return undisturbed_streams(front)
 
 
 def lost(front: Front) -> float:
@@ -55,7 +33,7 @@ def test_a_killed_node_loses_no_token(
 ) -> None:
     """A fast machine may be done with its streams before the node dies: then none is resumed."""
     before = lost(front)
-    assert disturbed(front, lambda: kill_group(front.busiest(machines).pid)) == undisturbed
+    assert disturbed_streams(front, lambda: kill_group(front.busiest(machines).pid)) == undisturbed
     wait_until(lambda: lost(front) == before + 1, 30, "the front notices")
     front.wait_nodes(3)
 
@@ -69,7 +47,7 @@ def test_a_killed_agent_takes_its_node_along_and_loses_no_token(
         victims.append(front.busiest(machines))
         os.kill(machines.agent_pid(victims[0]), signal.SIGKILL)
 
-    assert disturbed(front, kill) == undisturbed
+    assert disturbed_streams(front, kill) == undisturbed
     wait_until(lambda: not alive(victims[0].pid), 30, "the node ends with its agent")
     front.wait_nodes(3)
 
@@ -82,7 +60,7 @@ def test_a_stopped_node_is_fenced(machines: Machines, front: Front, undisturbed:
         victims.append(front.busiest(machines))
         os.killpg(victims[0].pid, signal.SIGSTOP)
 
-    assert disturbed(front, stop) == undisturbed
+    assert disturbed_streams(front, stop) == undisturbed
     wait_until(lambda: not alive(victims[0].pid), 60, "its agent kills it")
     front.wait_nodes(3)
 
@@ -111,7 +89,7 @@ def test_a_drained_node_finishes_its_requests(
         done = run_cli("cluster", "drain", victims[0].name, "--address", machines.address)
         assert done.returncode == 0, done.stderr
 
-    assert disturbed(front, drain) == undisturbed
+    assert disturbed_streams(front, drain) == undisturbed
     [name] = [one.name for one in victims]
     wait_until(
         lambda: next(one for one in machines.states() if one.name == name).state == "drained",
@@ -123,31 +101,26 @@ def test_a_drained_node_finishes_its_requests(
     front.wait_nodes(3)
 
 
+async def cut_off(front: Front, whole: str) -> None:
+    """Kill a front under a stream, which may have been sent as a whole before."""
+    begun = asyncio.Event()
+    stream = asyncio.create_task(stream_text(front.url, 0, TOKENS, begun))
+    await begun.wait()
+    front.signal(signal.SIGKILL)
+    with suppress(openai.APIError):
+        assert await stream == whole
+
+
 def test_a_killed_front_leaves_the_others_streams_alone(
     machines: Machines, front: Front, undisturbed: list[str], tmp_path: Path
 ) -> None:
     with Front(machines.address, directory=front.directory, log=tmp_path / "log") as other:
         other.wait_nodes(3)
 
-        async def cut() -> None:
-            begun = asyncio.Event()
-            stream = asyncio.create_task(stream_text(other.url, 0, TOKENS, begun))
-            await begun.wait()
-            other.signal(signal.SIGKILL)
-            try:
-                text = await stream
-            except openai.APIError:
-                return
-            assert text == undisturbed[0], "it had been sent as a whole before"
+        def cut() -> None:
+            asyncio.run(cut_off(other, undisturbed[0]))
 
-        async def scenario() -> list[str]:
-            begun = asyncio.Event()
-            streams = asyncio.create_task(all_streams(front.url, STREAMS, TOKENS, begun))
-            await begun.wait()
-            await cut()
-            return await streams
-
-        assert asyncio.run(scenario()) == undisturbed
+        assert disturbed_streams(front, cut) == undisturbed
         # A retry, at another front.
         assert asyncio.run(stream_text(front.url, 0, TOKENS)) == undisturbed[0]
     wait_until(lambda: front.state()["running"] == 0, 30, "nodes drop what a dead front asked")
@@ -162,7 +135,7 @@ def test_a_dead_machine_loses_no_token(
     def kill() -> None:
         machines.kill_machine(front.busiest(machines, headless=True))
 
-    assert disturbed(front, kill) == undisturbed
+    assert disturbed_streams(front, kill) == undisturbed
     front.wait_nodes(2)
 
 
@@ -175,7 +148,7 @@ def test_serving_goes_on_without_the_head(
     machines.kill_head_service()
     killed_s = time.monotonic()
     while time.monotonic() - killed_s < 40.0:
-        assert asyncio.run(all_streams(front.url, STREAMS, TOKENS)) == undisturbed
+        assert undisturbed_streams(front) == undisturbed
     assert front.state()["members_age_s"] > 10.0
     assert "up" in front.state()["nodes"].values()
     said = front.log.read_text()

@@ -25,7 +25,7 @@ BENCHMARKS = next(page for page in PAGES if page.path.name == "benchmarks.md")
 each_page = pytest.mark.parametrize("page", PAGES, ids=str)
 
 OTHER_PROGRAMS = {
-    "--head": "ray", "--object-store-memory": "ray",
+    "--head": "ray", "--object-store-memory": "ray", "--labels": "ray",
     "--shm-size": "docker", "--read-only": "docker", "--tmpfs": "docker",
     "--cap-drop": "docker", "--security-opt": "docker", "--gpus": "docker", "--ulimit": "docker",
     "--entrypoint": "docker", "--read-only-tmpfs": "podman",

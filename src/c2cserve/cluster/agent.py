@@ -56,6 +56,8 @@ class NodeOrder(msgspec.Struct):
     parent: int
     """The process id of the agent."""
     spec: msgspec.Raw
+    cost: float = 0.0
+    """What an hour of the machine costs; 0: nothing was said."""
 
 
 class Announcement(msgspec.Struct):
@@ -95,8 +97,9 @@ def digest_of(spec: bytes) -> str:
 class Agent:
     """Methods are called by Ray, on threads of its own."""
 
-    def __init__(self, name: str, host: str, spec: bytes) -> None:
+    def __init__(self, name: str, host: str, spec: bytes, cost: float = 0.0) -> None:
         self._name = name
+        self._cost = cost
         self._host = host
         self._spec = spec
         self._secret = secrets.token_bytes(32)
@@ -183,7 +186,7 @@ class Agent:
         assert process.stdin is not None
         assert process.stdout is not None
         order = NodeOrder(
-            self._name, self._host, self._secret, os.getpid(), msgspec.Raw(self._spec)
+            self._name, self._host, self._secret, os.getpid(), msgspec.Raw(self._spec), self._cost
         )
         with process.stdin as stdin:
             stdin.write(msgspec.json.encode(order))

@@ -64,14 +64,16 @@ class NodeLink(Peer):
 
     # ---- to the node ----------------------------------------------------------------------------
 
-    def submit(self, job: Job, age_s: float, source: msg.Source | None) -> None:
+    def submit(
+        self, job: Job, age_s: float, source: msg.Source | None, used_ago_s: tuple[float, ...]
+    ) -> None:
         """Send a job, after its vocabulary if the node lacks that. Raises OSError if the
         vocabulary cannot be read."""
         grammar = job.sampling.grammar
         if grammar is not None and grammar.tokens not in self._tables:
             self.send(msg.Table(grammar.tokens, Path(grammar.tokens).read_bytes()))
             self._tables.add(grammar.tokens)
-        self.send(msg.Submit(job, age_s, source))
+        self.send(msg.Submit(job, age_s, source, used_ago_s))
 
     def source_for(self, receiver: "NodeLink", model: str) -> msg.Source | None:
         """Return what lets another node get a model from this one; None if this one sends none."""

@@ -21,6 +21,7 @@ from c2cserve.cluster.link import NodeAddress
 log = logging.getLogger(__name__)
 
 LOCAL = "local"
+COST_LABEL = "c2cserve-cost"
 _POLL_S = 0.5
 _ANSWER_S = 5.0
 _LOCAL_STORE_BYTES = 80 << 20
@@ -94,6 +95,16 @@ def describe(ray: Any, agents: Mapping[str, Any]) -> dict[str, AgentState | str]
     return found
 
 
+def cost_of(machine: Mapping[str, Any]) -> float:
+    """Return what its label says that an hour of the machine costs; 0: nothing."""
+    said = machine.get("Labels", {}).get(COST_LABEL, "0")
+    try:
+        return max(0.0, float(said))
+    except ValueError:
+        log.warning("the label %s=%s of a machine is no number", COST_LABEL, said)
+        return 0.0
+
+
 class Membership:
     """Starts an agent on each machine, and tells which nodes are up."""
 
@@ -117,7 +128,7 @@ class Membership:
         alive = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
         self._agents = {one: self._agents[one] for one in self._agents if one in alive}
         for node_id in sorted(alive.keys() - self._agents.keys()):
-            self._agents[node_id] = self._start(node_id, alive[node_id]["NodeManagerAddress"])
+            self._agents[node_id] = self._start(node_id, alive[node_id])
         for node, state in describe(self._ray, self._agents).items():
             if isinstance(state, str):
                 log.info("the agent on %s does not answer: %s", node[:8], state)
@@ -129,15 +140,16 @@ class Membership:
         self._addresses = {one: self._addresses[one] for one in self._addresses if one in alive}
         return {name: address for name, address in self._addresses.values() if address.port}
 
-    def _start(self, node_id: str, host: str) -> Any:
+    def _start(self, node_id: str, machine: Mapping[str, Any]) -> Any:
         """Return the machine's agent; start it if there is none. It is bound to its machine, and
-        outlives this front."""
+        outlives this front. `machine`: what Ray says of it."""
+        host = machine["NodeManagerAddress"]
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         bound = strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
         return self._ray.remote(Agent).options(
             name=PREFIX + node_id, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
             num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=bound,
-        ).remote(f"{host}-{node_id[:6]}", host, self._spec)  # fmt: skip
+        ).remote(f"{host}-{node_id[:6]}", host, self._spec, cost_of(machine))  # fmt: skip
 
     def _compare(self, state: AgentState) -> None:
         if state.spec != digest_of(self._spec) and not self._warned:

@@ -67,11 +67,12 @@ class Source(msgspec.Struct):
 
 class Submit(msgspec.Struct, tag=True):
     """Run a job. Its times are the front's; `age_s`: how long ago it arrived there. `source`: of
-    its model, if the node is not known to have it."""
+    its model, if the node is not known to have it. `used_ago_s`: `core.fleet.SendTo`."""
 
     job: Job
     age_s: float
     source: Source | None = None
+    used_ago_s: tuple[float, ...] = ()
 
 
 class Cancel(msgspec.Struct, tag=True):

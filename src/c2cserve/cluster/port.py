@@ -41,6 +41,10 @@ class NodeGateway(Gateway, Protocol):
         not there is ignored."""
         ...
 
+    def note_uses(self, name: str, times_s: tuple[float, ...]) -> None:
+        """Note when a model was used on other nodes, by `time.monotonic`."""
+        ...
+
 
 class NodeWeights(Protocol):
     """Weights from other nodes, and to them."""
@@ -141,9 +145,13 @@ class _Front(Peer):
             self._let_in(message)
             return
         match message:
-            case msg.Submit(job, age_s, source):
+            case msg.Submit(job, age_s, source, used_ago_s):
                 if source is not None:
                     self._port.weights.note(source)
+                if used_ago_s:
+                    now = time.monotonic()
+                    times_s = tuple(now - one for one in used_ago_s)
+                    self._port.gateway.note_uses(job.request.model, times_s)
                 task = asyncio.get_running_loop().create_task(self._run(job, age_s))
                 self._jobs[job.request.id] = task
                 task.add_done_callback(lambda _: self._jobs.pop(job.request.id, None))

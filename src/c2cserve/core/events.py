@@ -91,6 +91,14 @@ class ModelWanted:
 
 
 @value
+class ModelUsed:
+    """The model was used on other nodes at these times, before it comes here."""
+
+    model: str
+    times_s: tuple[float, ...]
+
+
+@value
 class ModelUsable:
     """Enough of the weights is in the pool for a first step to start (later layers may follow)."""
 
@@ -223,7 +231,7 @@ ClusterEvent = (
     Arrived | Cancelled | FirstToken | Progressed | Finished | SliceUp | SliceLost | ModelAdded
     | ModelUsable | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Profiled
     | InstanceReady | KvResized | TokensSent | Recalled | InstanceFailed | InstanceRecovered
-    | Returned | ModelWanted | Draining
+    | Returned | ModelWanted | ModelUsed | Draining
 )  # fmt: skip
 
 InstanceEvent = StepTimes | Profiled | InstanceReady | KvResized | TokensSent

@@ -29,6 +29,23 @@ class FleetNode:
     tokens."""
     slices: int
     pool_bytes: int
+    cost: float = 0.0
+    """What an hour of it costs, in any unit that all nodes share."""
+
+    @property
+    def price(self) -> float:
+        """Return what an hour of one slice costs."""
+        return self.cost / max(1, self.slices)
+
+
+@value
+class Speed:
+    """How fast a node computes a model, as it measured last."""
+
+    model: str
+    prompt_token_s: float
+    token_s: float
+    """The time of a decode step."""
 
 
 @value
@@ -49,6 +66,8 @@ class NodeReport:
     requests: int = 0
     """Requests of all fronts, running or waiting."""
     draining: bool = False
+    speeds: tuple[Speed, ...] = ()
+    """How fast it computes the models that it has computed."""
 
 
 @value
@@ -80,11 +99,13 @@ FleetEvent = (
 @value
 class SendTo:
     """Send a request to a node, from its prompt and the tokens that its client has. `source`: a
-    node with its model, if that is to be loaded; empty: there is none."""
+    node with its model, if that is to be loaded; empty: there is none. `used_ago_s`: when the model
+    was used last on any node, if this node has not had it: so it knows how rare the model is."""
 
     request_id: str
     node_id: str
     source: str = ""
+    used_ago_s: tuple[float, ...] = ()
 
 
 @value

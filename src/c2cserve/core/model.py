@@ -95,3 +95,6 @@ class ModelStatus:
     error: str = ""
     failed_slices: tuple[str, ...] = ()
     """Those that gave it up, because each of its requests failed there."""
+    prompt_token_s: float = 0.0
+    token_s: float = 0.0
+    """A prompt's token and a decode step, as a slice measured them last; 0: none has yet."""

@@ -1,6 +1,7 @@
 """How often a model is used, estimated from when it was used last."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from c2cserve.core.model import ModelSpec
@@ -31,6 +32,13 @@ class Uses:
     def note(self, now: float) -> None:
         if not self.times_s or now - self.times_s[-1] >= self.apart_s:
             self.times_s.append(now)
+
+    def recall(self, times_s: Sequence[float]) -> None:
+        """Take over what another has seen of the model's uses, if that is more often."""
+        other = Uses(self.apart_s, deque(times_s, maxlen=_USES))
+        last_s = max((*self.times_s, *other.times_s), default=0.0)
+        if other.per_s(last_s) > self.per_s(last_s):
+            self.times_s = other.times_s
 
     def begin(self, now: float) -> None:
         """Forget what was before, and count one use now."""

@@ -59,6 +59,10 @@ class PlayedEngine:
     reloaded: list[str] = field(default_factory=list[str])
     held_models: tuple[str, ...] = MODELS
     """Models in its pool."""
+    used: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    """What it was told of uses elsewhere."""
+    token_s: float = 0.0
+    """What it says that a token takes; 0: nothing."""
 
     def resolve(self, name: str) -> ModelFiles | None:
         if name not in self.catalogue:
@@ -88,9 +92,12 @@ class PlayedEngine:
     def hold(self, name: str, *, pinned: bool) -> None:
         self.held.append(name)
 
+    def note_uses(self, name: str, times_s: tuple[float, ...]) -> None:
+        self.used[name] = times_s
+
     def snapshot(self) -> Snapshot:
         models = tuple(
-            ModelStatus(one, (), ModelState.READY, 4096, 100, 100, False, 0)
+            ModelStatus(one, (), ModelState.READY, 4096, 100, 100, False, 0, token_s=self.token_s)
             for one in self.held_models
         )
         return Snapshot(
@@ -143,8 +150,8 @@ class PlayedWeights:
 
 
 class PlayedNode:
-    def __init__(self, name: str, **more: Any) -> None:
-        self.name = name
+    def __init__(self, name: str, cost: float = 0.0, **more: Any) -> None:
+        self.name, self.cost = name, cost
         self.engine = PlayedEngine(name, **more)
         self.port: NodePort | None = None
         self.weights = PlayedWeights()
@@ -153,7 +160,7 @@ class PlayedNode:
     async def start(self, secret: bytes = SECRET) -> "PlayedNode":
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = NodeAddress("127.0.0.1", listener.getsockname()[1], secret)
-        node = FleetNode(f"{self.name}.1", "cpu", 1, 1000)
+        node = FleetNode(f"{self.name}.1", "cpu", 1, 1000, self.cost)
         self.weights = PlayedWeights()
         self.port = NodePort(self.engine, node, SECRET, "/nowhere/c2cserve", self.weights)
         await self.port.listen(listener)

@@ -36,6 +36,23 @@ async def test_a_request_runs_on_one_node_with_its_version_and_clock() -> None:
         assert front.gateway.resolve("c") is None
 
 
+@pytest.mark.parametrize(("token_s", "serves"), [(0.9, "cheap"), (1.1, "dear")])
+async def test_the_cheapest_node_whose_tokens_are_in_time_serves(
+    token_s: float, serves: str, tmp_path: Path
+) -> None:
+    """By what nodes announce; the target is 1 s."""
+    cheap, dear = PlayedNode("cheap", 1.0, token_s=token_s), PlayedNode("dear", 9.0, token_s=0.01)
+    record = Record(tmp_path / "record", "front", "fleet", {"settings": FleetSettings()})
+    async with PlayedFront(dear, cheap, record=record) as front:
+        while len(front.gateway.snapshot().node_use) < 2:  # both have reported
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            job = front.job()
+            assert await front.run(job) == answer(job.tokens, 40)
+            assert front.on(job) == [serves]
+    assert replay(tmp_path / "record").equal
+
+
 async def test_a_lost_node_costs_no_token() -> None:
     async with PlayedFront(*nodes(3, step_s=0.005)) as front:
         jobs = [front.job() for _ in range(6)]

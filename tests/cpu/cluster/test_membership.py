@@ -7,7 +7,7 @@ import pytest
 
 from c2cserve.cluster import membership
 from c2cserve.cluster.agent import AgentState, digest_of
-from c2cserve.cluster.membership import Membership
+from c2cserve.cluster.membership import COST_LABEL, Membership, cost_of
 
 
 @dataclass
@@ -57,7 +57,7 @@ def state(name: str, port: int, spec: bytes = b"{}") -> AgentState:
 def ray(monkeypatch: pytest.MonkeyPatch) -> PlayedRay:
     played = PlayedRay()
 
-    def start(self: Membership, node_id: str, host: str) -> PlayedActor:
+    def start(self: Membership, node_id: str, machine: object) -> PlayedActor:
         played.started.append(node_id)
         return played.actors[node_id]
 
@@ -93,3 +93,16 @@ def test_a_node_of_other_options_is_logged_once(
     there.poll()
     there.poll()
     assert sum("other options" in one.message for one in caplog.records) == 1
+
+
+def test_a_machines_label_says_what_it_costs() -> None:
+    assert cost_of({"Labels": {COST_LABEL: "2.5"}}) == 2.5
+    assert cost_of({"Labels": {"ray.io/node-id": "a"}}) == 0.0
+    assert cost_of({}) == 0.0
+
+
+def test_a_label_that_is_no_number_is_said_and_counts_as_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert cost_of({"Labels": {COST_LABEL: "cheap"}}) == 0.0
+    assert "c2cserve-cost=cheap" in caplog.text

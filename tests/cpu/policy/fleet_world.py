@@ -18,13 +18,29 @@ PROMPT_TOKEN_S = 5e-5
 SLO = Slo(2.0, 0.1)
 
 
-def spec(name: str, weight_bytes: int = 1_000_000_000, *, pinned: bool = False) -> ModelSpec:
-    return ModelSpec(name, weight_bytes, 8, 1024, 4096, SLO, pinned=pinned)
+def spec(
+    name: str, weight_bytes: int = 1_000_000_000, *, pinned: bool = False, slo: Slo = SLO
+) -> ModelSpec:
+    return ModelSpec(name, weight_bytes, 8, 1024, 4096, slo, pinned=pinned)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a node is: its name, what an hour costs, and what a prompt's token and a token take."""
+
+    name: str = "cpu"
+    cost: float = 0.0
+    prompt_token_s: float = PROMPT_TOKEN_S
+    token_s: float = 0.0
+    """0: answers take what the world says, and nothing is announced."""
 
 
 @dataclass
 class _Node:
     node: fleet.FleetNode
+    kind: Kind
+    computed: set[str] = field(default_factory=set[str])
+    """Models whose speed it has measured."""
     pool: dict[str, float] = field(default_factory=dict[str, float])
     """Model -> when it can compute."""
     uses: dict[str, Uses] = field(default_factory=dict[str, Uses])
@@ -48,7 +64,7 @@ class FleetWorld:
         prompt_token_s: float = PROMPT_TOKEN_S, answer_s: float = 1.0, load_s: float = 0.0,
     ) -> None:  # fmt: skip
         """`answer_s`: an answer after its first token. `load_s`: a load beside its bytes."""
-        self._prompt_token_s = prompt_token_s
+        self._usual = Kind(prompt_token_s=prompt_token_s)
         self._answer_s, self._load_s = answer_s, load_s
         self._running: set[str] = set()
         self.policy = FleetPolicy()
@@ -72,9 +88,10 @@ class FleetWorld:
             self.up(f"n{index}", pool)
         self.tell(*(fleet.NodeReport(name) for name in self.nodes))
 
-    def up(self, name: str, pool: int) -> None:
-        node = fleet.FleetNode(name, "cpu", 4, pool)
-        self.nodes[name] = _Node(node)
+    def up(self, name: str, pool: int, kind: Kind | None = None) -> None:
+        kind = kind or self._usual
+        node = fleet.FleetNode(name, kind.name, 4, pool, kind.cost)
+        self.nodes[name] = _Node(node, kind)
         self.tell(fleet.NodeUp(node))
 
     def lose(self, name: str) -> None:
@@ -86,7 +103,8 @@ class FleetWorld:
     def arrive(
         self, name: str, model: str, tokens: int = 200, hashes: tuple[int, ...] = ()
     ) -> None:
-        self.requests[name] = Request(name, model, tokens, 50, self.now, SLO, hashes)
+        slo = self.models[model].slo
+        self.requests[name] = Request(name, model, tokens, 50, self.now, slo, hashes)
         self.tell(ev.Arrived(self.requests[name]))
 
     @property
@@ -129,7 +147,11 @@ class FleetWorld:
         usable = tuple(sorted(m for m, at in node.pool.items() if at <= self.now))
         loading = tuple(sorted(m for m, at in node.pool.items() if at > self.now))
         used = sum(self.models[m].weight_bytes for m in node.pool)
-        self.tell(fleet.NodeReport(name, usable, loading, used, len(node.running)))
+        speeds = tuple(
+            fleet.Speed(one, node.kind.prompt_token_s, node.kind.token_s)
+            for one in sorted(node.computed & node.pool.keys())
+        )
+        self.tell(fleet.NodeReport(name, usable, loading, used, len(node.running), speeds=speeds))
 
     def tell(self, *events: fleet.FleetEvent) -> list[fleet.FleetAction]:
         begun = time.thread_time()
@@ -145,7 +167,12 @@ class FleetWorld:
     def _carry_out(self, action: fleet.FleetAction) -> None:
         match action:
             case fleet.SendTo(name, node_id):
-                self._sent(self.requests[name], self.nodes[node_id])
+                request, node = self.requests[name], self.nodes[node_id]
+                uses = node.uses.setdefault(
+                    request.model, Uses.of(self.models[request.model].weight_bytes)
+                )
+                uses.recall([self.now - one for one in action.used_ago_s])
+                self._sent(request, node)
             case fleet.Hold(node_id, model):
                 self.held.append((node_id, model))
                 self._load(self.nodes[node_id], model)
@@ -169,12 +196,16 @@ class FleetWorld:
 
     def _compute(self, request: Request, node: _Node) -> None:
         """Its prompt takes one of four slices, in the order of arrival."""
-        prompt_s = request.prompt_len * self._prompt_token_s
+        prompt_s = request.prompt_len * node.kind.prompt_token_s
         begin_s = max(self.now, node.prompts_until_s)
         node.prompts_until_s = begin_s + prompt_s / 4
         first_s = begin_s + prompt_s
         self.at(first_s, ev.FirstToken(request.id, first_s - request.arrival_s))
-        self.at(first_s + self._answer_s, ev.Finished(request.id, request.max_new_tokens))
+        answer_s = self._answer_s
+        if node.kind.token_s:
+            answer_s = request.max_new_tokens * node.kind.token_s
+            node.computed.add(request.model)
+        self.at(first_s + answer_s, ev.Finished(request.id, request.max_new_tokens))
 
     def _load(self, node: _Node, model: str) -> float:
         """Return when the model can compute there; those used least often make room."""

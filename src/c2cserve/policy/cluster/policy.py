@@ -120,8 +120,9 @@ class ClusterPolicy(Generic[ExtraT]):
             case ev.ModelAdded(spec, replaces, in_pool):
                 book = self._models[spec.id] = ModelBook(spec, replaces, in_pool)
                 self._outside |= {} if in_pool else {spec.id: book}
-            case ev.ModelUsable(name) | ev.ModelWanted(name) if name in self._models:
-                self._models[name].note(event)
+            case ev.ModelUsable(name) | ev.ModelWanted(name) | ev.ModelUsed(name):
+                if name in self._models:
+                    self._models[name].note(event)
             case ev.ModelLoaded(name):
                 self._models[name].arrived()
                 self._broken.discard(name)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from c2cserve.core.backoff import back_off_s
-from c2cserve.core.events import ModelUsable, ModelWanted
+from c2cserve.core.events import ModelUsable, ModelUsed, ModelWanted
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.cluster.queue import Urgency, WaitingQueue
 from c2cserve.policy.uses import Uses
@@ -73,9 +73,11 @@ class ModelBook:
         self.last_used_s = now
         self.uses.note(now)
 
-    def note(self, event: ModelUsable | ModelWanted) -> None:
+    def note(self, event: ModelUsable | ModelWanted | ModelUsed) -> None:
         if isinstance(event, ModelUsable):
             self.usable = True
+        elif isinstance(event, ModelUsed):
+            self.uses.recall(event.times_s)
         else:
             self.held = not self.in_pool
             if event.pinned:

@@ -21,8 +21,8 @@ _DEMAND_S = 300.0
 
 @dataclass(slots=True)
 class Copies:
-    """Keeps pinned models in several pools, gives hot ones another copy, and brings back those
-    whose nodes were lost."""
+    """Keeps pinned models in several pools and gives hot ones another copy. Brings models to nodes
+    of the price where they belong, and brings back those whose nodes were lost."""
 
     placement: FleetPlacement
     models: Mapping[str, ModelSpec]
@@ -87,17 +87,18 @@ class Copies:
         if spec.pinned:
             yield from self._pins(spec, now)
         holders = self.placement.pools.holders(spec.id)
-        if len(holders) >= self._wanted(spec, now):
-            return
-        closed = [book.node.id for book in holders]
-        node = self.placement.newcomer(spec, closed, now)
+        node, instead = self.placement.better(spec, holders, now) if holders else None, True
+        if node is None and len(holders) < self._wanted(spec, now):
+            closed = [book.node.id for book in holders]
+            node, instead = self.placement.newcomer(spec, closed, now), False
         if node is None:
             return
+        displacement_s = self.placement.pools.displacement_s(node, spec, now, instead=instead)
+        if displacement_s > _CLEAR * load_cost_s(node, spec):
+            return  # only what is clearly rarer is displaced
         busy = min((book.load for book in holders), default=float("inf"))
-        displacement_s = self.placement.pools.displacement_s(node, spec, now)
-        # A hot model's copy must relieve its nodes, and displaces only what is clearly rarer.
-        if displacement_s > _CLEAR * load_cost_s(node, spec) or node.load > busy / 2.0:
-            return
+        if not instead and node.load > busy / 2.0:
+            return  # a hot model's copy must relieve its nodes
         source = self.placement.source(spec.id, node)
         self.placement.pools.hold(node, spec, now)
         self._budget_bytes -= spec.weight_bytes

@@ -4,10 +4,11 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from c2cserve.core.fleet import FleetNode, NodeReport
+from c2cserve.core.fleet import FleetNode, NodeReport, Speed
 from c2cserve.core.model import ModelSpec
-from c2cserve.core.request import Request
+from c2cserve.core.request import Request, Slo
 from c2cserve.policy.fleet.load_time import LoadTime
+from c2cserve.policy.fleet.speeds import Speeds
 from c2cserve.policy.uses import Uses, note_use
 
 PROMPT_TOKEN_S = 1e-4
@@ -47,6 +48,10 @@ class NodeBook:
     node: FleetNode
     loads: LoadTime = field(default_factory=LoadTime)
     """The same for all nodes of its kind."""
+    speeds: Speeds = field(default_factory=Speeds)
+    """The same for all nodes of its kind and price."""
+    announced: dict[str, Speed] = field(default_factory=dict[str, Speed])
+    """Model -> what the node said last."""
     held: set[str] = field(default_factory=set[str])
     loading: dict[str, float] = field(default_factory=dict[str, float])
     """Model -> when its load is believed to have begun."""
@@ -118,6 +123,10 @@ class NodeBook:
             specs[model].weight_bytes for model in unseen if model in specs
         )
         self.draining = report.draining
+        for speed in report.speeds:
+            if speed.model in specs and self.announced.get(speed.model) != speed:
+                self.announced[speed.model] = speed
+                self.speeds.note(speed, specs[speed.model], now)
         self.reported, self.own_reported = report.requests, len(self.sent)
         for model in [m for m, one in self.uses.items() if now - one.times_s[-1] >= _RECENT_S]:
             del self.uses[model]
@@ -151,7 +160,19 @@ class NodeBook:
         Before it come what waits there and its weights, then the part of its prompt that is not
         cached."""
         wait_s = max(self.queued_s / max(1, self.node.slices), self.load_s(spec, now))
-        return wait_s + (request.prompt_len - cached) * self.token_s
+        prompt_token_s, _ = self.speeds.of(spec, now)
+        return wait_s + (request.prompt_len - cached) * max(self.token_s, prompt_token_s)
+
+    def suits(self, spec: ModelSpec, slo: Slo, tokens: float, now: float) -> bool:
+        """Whether it meets these targets for a prompt of so many tokens, once it has the model."""
+        prompt_token_s, token_s = self.speeds.of(spec, now)
+        wait_s = self.queued_s / max(1, self.node.slices)
+        first_s = wait_s + tokens * max(self.token_s, prompt_token_s)
+        return first_s <= slo.ttft_s and token_s <= slo.tpot_s
+
+    def recall(self, spec: ModelSpec, times_s: Sequence[float]) -> None:
+        """Note what the node will be told of a model that it does not have."""
+        self.uses.setdefault(spec.id, Uses.of(spec.weight_bytes)).recall(times_s)
 
     def send(self, request: Request, spec: ModelSpec, cached: int, now: float) -> None:
         """Note that the request is there from now on."""

@@ -13,6 +13,7 @@ from c2cserve.policy.fleet.load_time import LoadTime
 from c2cserve.policy.fleet.nodes import CachedPrefixes, NodeBook
 from c2cserve.policy.fleet.placement import FleetPlacement, FleetSettings
 from c2cserve.policy.fleet.pools import Pools
+from c2cserve.policy.fleet.speeds import Speeds
 
 _HOT_SHARE = 0.5
 """Share of `FleetSettings.copy_load` from which on a model's copies are looked at."""
@@ -52,6 +53,8 @@ class FleetPolicy:
         self._prefixes = CachedPrefixes(self._settings.prefix_blocks)
         self._loads: dict[str, LoadTime] = {}
         """The keys are kinds of nodes."""
+        self._speeds: dict[tuple[str, float], Speeds] = {}
+        """The keys are kinds of nodes, and prices: slices of one kind may be larger or smaller."""
         self._pools = Pools(self._models)
         self._placement = FleetPlacement(self._settings, self._nodes, self._prefixes, self._pools)
         self._copies = Copies(self._placement, self._models)
@@ -95,9 +98,12 @@ class FleetPolicy:
                 self._models.pop(model, None)
                 self._copies.forget(model)
                 self._pools.forget(model)
+                for speeds in self._speeds.values():
+                    speeds.forget(model)
             case fleet.NodeUp(node):
                 loads = self._loads.setdefault(node.kind, LoadTime())
-                self._placement.add(NodeBook(node, loads))
+                speeds = self._speeds.setdefault((node.kind, node.price), Speeds())
+                self._placement.add(NodeBook(node, loads, speeds))
                 self._opened = True
                 self._copies.review(one.id for one in self._models.values() if one.pinned)
             case fleet.NodeReport(node_id):
@@ -176,16 +182,21 @@ class FleetPolicy:
             return []
         book = self._nodes[found.node_id]
         source = self._placement.source(spec.id, book)
+        used_s = () if book.has(spec.id) else self._pools.used_s(spec.id)
+        if used_s:
+            book.recall(spec, used_s)
         book.send(held.request, spec, found.cached, now)
         self._pools.hold(book, spec, now)
-        self._pools.asked(spec, now)
+        self._pools.asked(spec, held.request.prompt_len, now)
         held.node_id, held.waiting_s = found.node_id, None
         del self._waiting[held.request.id]
         self._prefixes.note(held.request, spec.id, found.node_id)
         self._copies.asked_s[spec.id] = now
-        if book.load > _HOT_SHARE * settings.copy_load:
+        hot = book.load > _HOT_SHARE * settings.copy_load
+        if hot or self._placement.astray(book, held.request, spec, now):
             self._copies.review([spec.id])
-        return [fleet.SendTo(held.request.id, found.node_id, source)]
+        used_ago_s = tuple(round(now - one, 3) for one in used_s)
+        return [fleet.SendTo(held.request.id, found.node_id, source, used_ago_s)]
 
     def _reject(self, held: _Held, status: int, reason: str, retry_after_s: float) -> Reject:
         self._forget(held.request.id)

@@ -8,6 +8,8 @@ from c2cserve.core.model import ModelSpec
 from c2cserve.policy.fleet.nodes import NodeBook
 from c2cserve.policy.uses import Uses, note_use
 
+_LEARNING = 0.1
+"""Weight of the newest prompt."""
 _NO_ROOM_S = 10.0
 """What a node costs whose models are all in use: one of them must become idle first."""
 _LOAD_COST_S = 0.2
@@ -23,6 +25,8 @@ class Pools:
     _holders: dict[str, dict[str, NodeBook]] = field(default_factory=dict[str, dict[str, NodeBook]])
     """Model -> the nodes that have or load it, by id."""
     _uses: dict[str, Uses] = field(default_factory=dict[str, Uses])
+    _prompts: dict[str, float] = field(default_factory=dict[str, float])
+    """Model -> tokens of its prompts, on average over the last ones."""
     _began_s: float = 0.0
     """When the first of all requests came."""
 
@@ -66,14 +70,26 @@ class Pools:
 
     # ---- how often it is asked for --------------------------------------------------------------
 
-    def asked(self, spec: ModelSpec, now: float) -> None:
+    def asked(self, spec: ModelSpec, tokens: int, now: float) -> None:
         """Note a request, after its node was chosen."""
         if not self._uses:
             self._began_s = now
         note_use(self._uses, spec, now)
+        before = self._prompts.get(spec.id, float(tokens))
+        self._prompts[spec.id] = before + _LEARNING * (tokens - before)
+
+    def used_s(self, model: str) -> tuple[float, ...]:
+        """Return when the model was used last, on any node."""
+        uses = self._uses.get(model)
+        return () if uses is None else tuple(uses.times_s)
 
     def forget(self, model: str) -> None:
         self._uses.pop(model, None)
+        self._prompts.pop(model, None)
+
+    def prompt_tokens(self, model: str) -> float:
+        """Return the tokens of the model's prompts, on average."""
+        return self._prompts.get(model, 1.0)
 
     def per_s(self, model: str, now: float) -> float:
         """Return how often a model is asked for. One that never was is taken for one that was
@@ -81,18 +97,22 @@ class Pools:
         uses = self._uses.get(model)
         return 1.0 / max(1e-3, now - self._began_s) if uses is None else uses.per_s(now)
 
-    def displacement_s(self, book: NodeBook, spec: ModelSpec, now: float) -> float:
+    def displacement_s(
+        self, book: NodeBook, spec: ModelSpec, now: float, *, instead: bool = False
+    ) -> float:
         """Return what the new model costs others there, in seconds as `load_cost_s` counts them.
 
         A node evicts what is used least often, and that will be loaded again at its next request.
         If no node has the new model, one of the two is missing in any case. Then only the chance
         counts that the evicted one is asked for first: `v / (v + n)` by the rates of both. Another
-        copy costs the whole load. A model that other nodes have too costs nothing."""
+        copy costs the whole load, unless it is to be used `instead` of the others. A model that
+        other nodes have too costs nothing."""
         lacking = spec.weight_bytes + book.used_bytes - book.node.pool_bytes
         if lacking <= 0:
             return 0.0
         cost_s = 0.0
-        rate = 0.0 if spec.id in self._holders else self.per_s(spec.id, now)
+        another = spec.id in self._holders and not instead
+        rate = 0.0 if another else self.per_s(spec.id, now)
         for model in book.victims(now):
             victim = self.specs.get(model)
             if victim is None:

@@ -34,6 +34,9 @@ class ModelRecord:
     """Slices whose workers have mapped it."""
     draining: bool = False
     """It finishes its requests and takes no new ones, wherever its weights are."""
+    prompt_token_s: float = 0.0
+    token_s: float = 0.0
+    """A prompt's token and a decode step, as a slice measured them last."""
     superseded: bool = False
     """Another version has its names."""
 

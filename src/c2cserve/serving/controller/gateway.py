@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-from c2cserve.core.events import Cancelled, ClusterEvent, Draining, ModelWanted
+from c2cserve.core.events import Cancelled, ClusterEvent, Draining, ModelUsed, ModelWanted
 from c2cserve.core.model import ModelStatus
 from c2cserve.core.policy_names import OWN, PolicyName
 from c2cserve.core.request import Delta, Job
@@ -198,6 +198,11 @@ class LiveGateway:
             return
         if pinned or not model.in_pool:
             self._world.post(ModelWanted(model.id, pinned))
+
+    def note_uses(self, name: str, times_s: tuple[float, ...]) -> None:
+        """Note when a model was used on other nodes."""
+        if isinstance(model := self._directory.find(name), ModelRecord):
+            self._world.post(ModelUsed(model.id, times_s))
 
     def snapshot(self) -> Snapshot:
         return take_snapshot(

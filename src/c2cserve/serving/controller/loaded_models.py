@@ -139,6 +139,11 @@ class LoadedModels:
         if (record := self._current(message.model, message.segment)) is not None:
             record.attached.add(slice_id)
 
+    def measured(self, message: msg.Measured) -> None:
+        if (record := self._directory.version(message.model)) is not None:
+            record.prompt_token_s = message.prefill_token_s
+            record.token_s = message.decode_step_s
+
     def _current(self, model: str, segment: str) -> ModelRecord | None:
         """Return the model's record if `segment` holds its present weights."""
         record = self._directory.version(model)

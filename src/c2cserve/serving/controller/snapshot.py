@@ -147,6 +147,8 @@ def _status(
         created_s=record.created_s,
         error=record.error or "; ".join(f"on {one}: {why}" for one, why in sorted(failing.items())),
         failed_slices=tuple(sorted(failing)),
+        prompt_token_s=record.prompt_token_s,
+        token_s=record.token_s,
     )
 
 

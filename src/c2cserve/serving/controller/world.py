@@ -196,6 +196,7 @@ class ControllerWorld:
                     receive = partial(self._jobs.receive, delta, now)
                     yield from self._guarded(delta.request_id, receive)
             case msg.Measured(model, decode_step_s, prefill_token_s):
+                self._models.measured(message)
                 yield StepTimes(worker.slice.id, model, decode_step_s, prefill_token_s)
             case msg.Ready(model, took_s):
                 yield InstanceReady(model, worker.slice.id, took_s)

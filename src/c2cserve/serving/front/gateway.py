@@ -102,8 +102,8 @@ class FleetGateway:
 
     def carry_out(self, action: fleet.FleetAction) -> None:
         match action:
-            case fleet.SendTo(request_id, node_id, source):
-                self._send(request_id, self._nodes[node_id], source)
+            case fleet.SendTo(_, node_id):
+                self._send(action, self._nodes[node_id])
             case fleet.Hold(node_id, model, source, pinned):
                 link = self._nodes[node_id].link
                 link.send(HoldModel(model, self._source(source, link, model), pinned))
@@ -117,16 +117,18 @@ class FleetGateway:
         node = self._nodes.get(holder)
         return None if node is None else node.link.source_for(receiver, model)
 
-    def _send(self, request_id: str, node: Node, source: str) -> None:
+    def _send(self, action: fleet.SendTo, node: Node) -> None:
+        request_id = action.request_id
         live = self._jobs.get(request_id)
         if live is None:
             return
         live.dispatch(node.node.id)
         job = live.remaining()
         job = replace(job, request=replace(job.request, model=name_of(job.request.model)))
-        weights = self._source(source, node.link, job.request.model)
+        weights = self._source(action.source, node.link, job.request.model)
+        age_s = time.monotonic() - job.request.arrival_s
         try:
-            node.link.submit(job, time.monotonic() - job.request.arrival_s, weights)
+            node.link.submit(job, age_s, weights, action.used_ago_s)
         except OSError as error:
             events = self._jobs.fail(request_id, f"its vocabulary cannot be read: {error}")
             self._loop.call_soon(self.tick, *events)
@@ -135,7 +137,7 @@ class FleetGateway:
 
     def node_up(self, link: NodeLink, node: fleet.FleetNode) -> None:
         name = self._members.up(link)
-        log.info("node %s is up: %d slices of %s", name, node.slices, node.kind)
+        log.info("node %s is up: %d slices of %s, cost %g", name, node.slices, node.kind, node.cost)
         self._nodes[node.id] = Node(link, node, name)
         self.tick(fleet.NodeUp(node))
         self._catalogue.node_up(link)

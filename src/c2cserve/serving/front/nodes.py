@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from c2cserve.cluster.link import LinkListener, NodeAddress, NodeLink, connect
-from c2cserve.core.fleet import FleetNode, NodeReport
-from c2cserve.core.model import ModelState
+from c2cserve.core.fleet import FleetNode, NodeReport, Speed
+from c2cserve.core.model import ModelState, ModelStatus
 from c2cserve.runtime.gateway import NodeUse, Snapshot
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,13 @@ class Node:
             self.state.pool_used_bytes,
             self.state.running + self.state.waiting,
             not self.open,
+            tuple(_speed(one) for one in models if one.token_s > 0.0),
         )
+
+
+def _speed(model: ModelStatus) -> Speed:
+    """Return what the node has measured, without digits that would make each report a new one."""
+    return Speed(model.id, float(f"{model.prompt_token_s:.2g}"), float(f"{model.token_s:.2g}"))
 
 
 class Members:

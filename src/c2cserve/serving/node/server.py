@@ -31,6 +31,9 @@ from c2cserve.terminal.output import CliError
 
 log = logging.getLogger(__name__)
 
+_GPU_COST = 50
+"""What a GPU, or an instance of one, costs beside a CPU slice."""
+
 
 class _NodeDoor:
     """A node's port, which tells the agent where it listens."""
@@ -62,8 +65,9 @@ class _NodeServer(LiveServer):
         self, gateway: LiveGateway, tap: TickTap, slices: Sequence[Slice], host: CatalogHost
     ) -> Door:
         node = FleetNode(
-            f"{self._order.name}.{self._instance}", _kind(slices), len(slices), host.budget_bytes
-        )
+            f"{self._order.name}.{self._instance}", _kind(slices), len(slices), host.budget_bytes,
+            self._order.cost or _usual_cost(slices),
+        )  # fmt: skip
         secret = self._order.secret
         weights = PoolWeights(self._order.host, secret, host, gateway)
         return _NodeDoor(NodePort(gateway, node, secret, host.tables, weights), weights, self._out)
@@ -73,6 +77,12 @@ def _kind(slices: Sequence[Slice]) -> str:
     """Return what computes here: nodes with the same kind compute the same tokens."""
     kinds = {f"cpu {chosen_isa()}" if one.gpu is None else one.kind for one in slices}
     return " + ".join(sorted(kinds))
+
+
+def _usual_cost(slices: Sequence[Slice]) -> float:
+    """Return the cost of a machine of which nothing was said, by the kinds of its slices."""
+    gpus = {one.gpu.uuid for one in slices if one.gpu is not None}
+    return float(sum(one.gpu is None for one in slices) + _GPU_COST * len(gpus))
 
 
 def node() -> None:
