@@ -18,6 +18,7 @@ from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
 from c2cserve.devices.topology import find_gpu_nodes
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.kernels.native import KernelsMissing, chosen_isa, load_library
+from c2cserve.policy.by_name import hybrid_alpha
 from c2cserve.runtime.gateway import Refused
 from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.directory import BrokenModel
@@ -82,10 +83,11 @@ def fitting_policy(policy: PolicyName, slices: Sequence[Slice]) -> PolicyName:
             " --host-kv-bytes",
             2,
         )
-    if policy == "c2cserve-published":
+    if hybrid_alpha(policy) is not None and len(gpus) < len(slices):
         log.warning(
-            "--policy c2cserve-published: servers have no hybrid GEMMs, so alpha is only simulated;"
-            " placing and chunks are as published"
+            "--policy %s: CPU slices have no hybrid GEMMs and no alpha; their chunks follow learned"
+            " step times",
+            policy,
         )
     if policy != "serverlessllm" or len(gpus) == len(slices):
         return policy
