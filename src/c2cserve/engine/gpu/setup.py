@@ -132,8 +132,8 @@ class GpuParts:
         return chunk_costs(self.chooser, config, dtype, home, sms, alpha, most)
 
     def hbm_bytes_per_s(self) -> float:
-        """Return the slice's share of HBM's rate: in proportion to its SMs, as MIG divides it, or
-        what so many SMs read, if that is less."""
+        """Return the slice's share of HBM's rate, in proportion to its SMs, as MIG divides it. If
+        so many SMs read less, it is what they read."""
         whole = torch.cuda.get_device_properties(self.device).multi_processor_count
         sms, rate = self.context.sms, self.chooser.hbm_bytes_per_s
         return min(rate(sms), rate(whole) * sms / whole)

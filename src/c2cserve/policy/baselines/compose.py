@@ -80,7 +80,7 @@ def slice_strategies(slice_: Slice, preset: Preset) -> slices.SliceStrategies[Ne
 
 def _memory_of(arena: KvArena, slice_: Slice, preset: Preset) -> WeightMemory:
     if preset.turn == "quota":
-        return aegaeon_memory(arena, slice_)
+        return aegaeon_memory(arena, slice_, streams=preset.streams)
     if not slice_.swaps_weights:
         return WeightMemory(arena)
     return slices.swapping_of(arena, slice_, rotates=preset.keeps)

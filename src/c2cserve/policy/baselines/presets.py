@@ -126,6 +126,9 @@ AEGAEON = Preset(
 )
 """Aegaeon's turns of models. It has no admission: nothing is refused for lateness."""
 
+AEGAEON_HYBRID = replace(AEGAEON, name="aegaeon-hybrid", streams=True, alpha=True, hybrid_alpha=0.0)
+"""Aegaeon's turns where weights stream through C2CServe's GEMMs (C2CServe's figure 13)."""
+
 FCFS = Preset("fcfs", "scatter", turn="arrival", chunks="fixed", alpha=False)
 
 C2CSERVE_PUBLISHED = Preset("c2cserve-published", "streams", chunks="smallest", hybrid_alpha=0.0)
@@ -149,7 +152,8 @@ requests wherever there is room."""
 PRESETS = {
     preset.name: preset
     for preset in (
-        C2CSERVE, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, AEGAEON, SUPERINFER, FCFS,
+        C2CSERVE, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, AEGAEON, AEGAEON_HYBRID, SUPERINFER,
+        FCFS,
         C2CSERVE_PUBLISHED, C2CSERVE_STATIC, *ABLATIONS,
     )
 }  # fmt: skip
