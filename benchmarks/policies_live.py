@@ -34,7 +34,6 @@ from c2cserve.core.policy_names import PolicyName
 
 ROOT = Path(__file__).parent.parent
 _READY_S = 600.0
-_WARM_REQUESTS = 40
 _POLICIES = "c2cserve,slinfer,serverlessllm,aegaeon,c2cserve-published,fcfs"
 _COUNTERS = (
     "instances_started_total", "instances_ended_total", "consolidated_requests_total",
@@ -92,6 +91,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("/dev/shm"), help="for models and pool")
     parser.add_argument("--rates", default="40,120", help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--warm", type=int, default=40, help="requests before the first load")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--targets", help="TTFT,TPOT of all models, in seconds")
     parser.add_argument("--prompt", default="8-64", help="tokens")
@@ -134,7 +134,7 @@ def _measure(given: argparse.Namespace, policy: str, seed: int) -> list[Row]:
         log = Path(work) / "log"
         with Server(given.catalog, log, [*arguments, *shlex.split(given.serve)]) as server:
             server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
-            _offer(given, server, min(given.rates), 1000 + seed, _WARM_REQUESTS)
+            _offer(given, server, min(given.rates), 1000 + seed, given.warm)
             for rate in given.rates:
                 before = server.metrics()
                 found = _offer(given, server, rate, seed, max(1, round(rate * given.seconds)))

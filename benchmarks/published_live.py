@@ -1,6 +1,7 @@
 """C2CServe's figures 13 and 14 on a live server: its parts left out, and ours, under one traffic.
 
-python benchmarks/published_live.py [--figures 13,14] [--gpu-slices 40x3@0] [--peer-bytes N]
+python benchmarks/published_live.py [--figures 13,14] [--policies a,b]
+    [--gpu-slices 40x3@0] [--peer-bytes N]
     [--short | --cpu] [--rate 3] [--seconds 60] [--rounds 3] [--out FILE]
     [further options of policies_live.py]
 
@@ -8,7 +9,7 @@ python benchmarks/published_live.py [--figures 13,14] [--gpu-slices 40x3@0] [--p
     figure 14    C2CServe; without placement, chunk sizing, control of alpha (0, 0.5, 1); ours
 
 On one GPU weights stream from host memory. With --peer-bytes the other GPUs lend memory, where
-weights are read then: a stand-in for NVLink-C2C. --short is meant to take less than 200 s for a figure.
+weights are read then, as over NVLink-C2C. --short is meant to take less than 200 s for a figure.
 With --cpu the same servers have CPU slices, which have no alpha: it tests this program.
 """
 
@@ -70,9 +71,10 @@ def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--figures", default="13,14")
+    parser.add_argument("--policies", help="of the figures, with their first; default: all")
     parser.add_argument("--gpu-slices", default="40x3@0", help="layout of GPU slices")
     parser.add_argument("--peer-bytes", type=int, default=0, help="that other GPUs lend")
-    parser.add_argument("--short", action="store_true", help="8 s of each, four layers a model")
+    parser.add_argument("--short", action="store_true", help="6 s of each, four layers a model")
     parser.add_argument("--cpu", action="store_true", help="CPU slices, the demo's models")
     parser.add_argument("--rate", type=float, default=3.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -83,8 +85,17 @@ def _arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     given.figures = [int(one) for one in given.figures.split(",")]
     if wrong := set(given.figures) - FIGURES.keys():
         parser.error(f"there is no figure {min(wrong)} here")
+    named = given.policies.split(",") if given.policies else None
+    given.shown = {
+        figure: [one for one in FIGURES[figure] if named is None or one in named]
+        for figure in given.figures
+    }  # fmt: skip
+    for figure, policies in given.shown.items():
+        if not policies or policies[0] != FIGURES[figure][0]:
+            parser.error(f"figure {figure} is compared with {FIGURES[figure][0]}")
     if given.short:
-        given.seconds, given.rounds = 8.0, 1
+        given.seconds, given.rounds = 6.0, 1
+        further += ["--warm", "6"]
     return given, further
 
 
@@ -94,7 +105,7 @@ def _load(given: argparse.Namespace, figure: int) -> list[str]:
     if given.peer_bytes:
         serve += f" --gpu-peer-bytes {given.peer_bytes}"
     options = [
-        "--policies", ",".join(FIGURES[figure]), "--rates", str(given.rate), "--seconds",
+        "--policies", ",".join(given.shown[figure]), "--rates", str(given.rate), "--seconds",
         str(given.seconds), "--rounds", str(given.rounds), f"--serve={serve}",
     ]  # fmt: skip
     if given.cpu:
@@ -108,6 +119,8 @@ def rows_of(figure: int, runs: Sequence[Row]) -> list[Row]:
     rows: list[Row] = []
     for policy in FIGURES[figure]:
         own = [run for run in runs if run["policy"] == policy]
+        if not own:
+            continue
         row: Row = {"policy": policy, "requests": sum(run["requests"] for run in own)}
         for name in ("in_time", "ttft_mean_ms", "ttft_p99_ms", "tpot_p50_ms"):
             row[name] = round(sum(run[name] for run in own) / len(own), 4)

@@ -137,9 +137,9 @@ def test_a_slice_reports_what_its_steps_used(folder: Path, name: str) -> None:
 
 
 def test_alpha_is_set_for_one_model(folder: Path) -> None:
-    """At alpha 1, a prompt of 300 rows reads W twice; at alpha 0, once."""
+    """At alpha 1, a prompt of 300 rows in one chunk reads W twice; at alpha 0, once."""
     with torch.no_grad():
-        slice_ = Published("c2cserve-alpha-0")
+        slice_ = Published("c2cserve-static")
         for number, name in enumerate("ab"):
             slice_.attach(name, make_seeded(folder / name, number, LARGE), keep=False)
         slice_.engine.submit(SetAlpha("b", 1.0))
