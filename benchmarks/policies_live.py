@@ -1,9 +1,9 @@
 """Published systems and ours in live servers: the share of requests in time under one traffic.
 
-python benchmarks/policies_live.py [--policies c2cserve,slinfer,...] [--gpu-slices 66x2]
+python benchmarks/policies_live.py [--policies c2cserve,slinfer,...] [--gpu-slices 64x2]
     [--slices 2] [--catalog examples/specialists/catalog.toml] [--rates 40,120] [--seconds 20]
     [--rounds 3] [--targets 1,0.1] [--prompt 8-64] [--output exp:48]
-    [--shape llama-8b --models 6 --work DIR] [--serve "..."] [--out FILE]
+    [--shape llama-8b --models 6 --scale 1 --work DIR] [--serve "..."] [--out FILE]
 
 In each round every policy gets a server of its own, in an order that changes from round to round.
 All get the same requests: open loops with Poisson arrivals, whose seed is the round's number.
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -33,24 +34,26 @@ from c2cserve.core.policy_names import PolicyName
 
 ROOT = Path(__file__).parent.parent
 _READY_S = 600.0
-_WARM_REQUESTS = 40
 _POLICIES = "c2cserve,slinfer,serverlessllm,aegaeon,c2cserve-published,fcfs"
 _COUNTERS = (
     "instances_started_total", "instances_ended_total", "consolidated_requests_total",
     "kv_resizes_total", "slice_turns_total", "slice_switches_total",
+    "slice_weights_streamed_bytes_total", "slice_weights_peer_bytes_total",
+    "slice_weight_fetched_bytes_total", "slice_hybrid_hbm_bytes_total", "slice_alpha_changes_total",
 )  # fmt: skip
 
 Row = dict[str, Any]
 
 
-def main() -> None:
-    given = _arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = _arguments(arguments)
     exit_on_sigterm()
     runs: list[Row] = []
     with tempfile.TemporaryDirectory(dir=given.work) as folder:
         if given.shape:
-            made = pick(given.models, 1 << 60, 1, ((given.shape, 1),))
-            given.catalog = write_catalogue(Path(folder), made, ttft_s=1.0, tpot_s=0.1)
+            made = pick(given.models, 1 << 60, given.scale, ((given.shape, 1),))
+            ttft_s, tpot_s = _targets(given.targets or "1,0.1")
+            given.catalog = write_catalogue(Path(folder), made, ttft_s=ttft_s, tpot_s=tpot_s)
         elif given.targets:
             given.catalog = _with_targets(given.catalog, given.targets, Path(folder))
         defaults = tomllib.loads(given.catalog.read_text()).get("defaults", {})
@@ -61,7 +64,11 @@ def main() -> None:
                 runs += _measure(given, policy, number)
     results = {"runs": runs, "means": _means(runs)}
     _show(results["means"])
-    catalog = f"{given.models} x {given.shape}" if given.shape else str(given.catalog.name)
+    catalog = (
+        f"{given.models} x {given.shape} / {given.scale}"
+        if given.shape
+        else str(given.catalog.name)
+    )
     report(
         results, given.out, show=False, slices=given.layout, catalog=catalog, prompt=given.prompt,
         output=given.output, seconds=given.seconds, rounds=given.rounds, serve=given.serve,
@@ -69,7 +76,7 @@ def main() -> None:
     )  # fmt: skip
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,16 +87,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--catalog", type=Path, default=catalog)
     parser.add_argument("--shape", choices=SHAPES, help="of random models, without --catalog")
     parser.add_argument("--models", type=int, default=4, help="of the shape")
+    parser.add_argument("--scale", type=int, default=1, help="with 1/SCALE of its layers")
     parser.add_argument("--work", type=Path, default=Path("/dev/shm"), help="for models and pool")
     parser.add_argument("--rates", default="40,120", help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--warm", type=int, default=40, help="requests before the first load")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--targets", help="TTFT,TPOT of all models, in seconds")
     parser.add_argument("--prompt", default="8-64", help="tokens")
     parser.add_argument("--output", default="exp:48", help="tokens")
     parser.add_argument("--serve", default="", help="further options of `serve`, one string")
     parser.add_argument("--out", type=Path, help="JSON")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     given.policies = given.policies.split(",")
     if wrong := set(given.policies) - set(get_args(PolicyName)):
         parser.error(f"a server has no policy {', '.join(sorted(wrong))}")
@@ -100,9 +109,14 @@ def _arguments() -> argparse.Namespace:
     return given
 
 
+def _targets(text: str) -> tuple[float, float]:
+    ttft_s, tpot_s = (float(one) for one in text.split(","))
+    return ttft_s, tpot_s
+
+
 def _with_targets(catalog: Path, targets: str, folder: Path) -> Path:
     """Return a copy of the catalogue with these targets, and the same checkpoints."""
-    ttft_s, tpot_s = (float(one) for one in targets.split(","))
+    ttft_s, tpot_s = _targets(targets)
     lines = [f"[defaults]\nttft_s = {ttft_s}\ntpot_s = {tpot_s}\n"]
     for model in tomllib.loads(catalog.read_text())["models"]:
         path = catalog.parent / model["path"]
@@ -120,7 +134,7 @@ def _measure(given: argparse.Namespace, policy: str, seed: int) -> list[Row]:
         log = Path(work) / "log"
         with Server(given.catalog, log, [*arguments, *shlex.split(given.serve)]) as server:
             server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
-            _offer(given, server, min(given.rates), 1000 + seed, _WARM_REQUESTS)
+            _offer(given, server, min(given.rates), 1000 + seed, given.warm)
             for rate in given.rates:
                 before = server.metrics()
                 found = _offer(given, server, rate, seed, max(1, round(rate * given.seconds)))
@@ -151,6 +165,7 @@ def _offer(given: argparse.Namespace, server: Server, rate: float, seed: int, re
     return {
         "requests": total["requests"], "answered": total["ok"], "errors": total["errors"],
         "in_time": total["slo_attainment"], "ttft_p50_ms": _ms(total, "ttft_s", "p50"),
+        "ttft_mean_ms": _ms(total, "ttft_s", "mean"),
         "ttft_p99_ms": _ms(total, "ttft_s", "p99"), "tpot_p50_ms": _ms(total, "tpot_s", "p50"),
     }  # fmt: skip
 

@@ -50,7 +50,7 @@ FOLDER_FILES_MAX = 20
 CLI_LINES_MAX = 2960
 POLICY_LINES_MAX = 8187
 """Of what serves: small enough to be read in an hour."""
-BASELINES_LINES_MAX = 1510
+BASELINES_LINES_MAX = 1570
 
 FILES = sorted(SRC.rglob("*.py"))
 

@@ -14,10 +14,11 @@ from c2cserve.core.actions import Fetch, Release, RunStep
 from c2cserve.core.events import Activated, Deactivated, Fetched, SliceEvent, Submitted
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
+from c2cserve.core.policy_names import OWN
 from c2cserve.core.request import Delta, Job, Request, Sampling, Slo
 from c2cserve.engine.gpu.setup import GpuParts
 from c2cserve.engine.models.config import read_config
-from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.policy.by_name import hybrid_alpha, slice_policy
 from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.worker.engine_host import WorkerEngine
 
@@ -40,14 +41,17 @@ def make_seeded(folder: Path, seed: int, fields: dict[str, Any]) -> Path:
 class SwappingSlice:
     """All actions of the policy are carried out, all events come back to it."""
 
-    def __init__(self, hbm_bytes: int, *, swaps: bool = True, lanes: int = 1) -> None:
+    def __init__(
+        self, hbm_bytes: int, *, swaps: bool = True, lanes: int = 1, policy: str = OWN,
+        max_step_tokens: int = 32,
+    ) -> None:  # fmt: skip
         """Without `swaps` the link is not known, and weights are cached as they stream by."""
         properties = torch.cuda.get_device_properties(0)
         share = GpuShare(f"GPU-{properties.uuid}", 0, profile="assumed")
         kv_bytes = hbm_bytes // SLAB_BYTES * SLAB_BYTES
         slice_ = Slice(
             "s", "gpu", cpus=(0, 1), kv_bytes=kv_bytes, slab_bytes=SLAB_BYTES, max_batch=64,
-            max_step_tokens=32, gpu=share, hbm_bytes=kv_bytes, link="link",
+            max_step_tokens=max_step_tokens, gpu=share, hbm_bytes=kv_bytes, link="link",
             link_bytes_per_s=50e9 if swaps else 0.0, lanes=lanes,
         )  # fmt: skip
         self.events: list[SliceEvent] = []
@@ -59,8 +63,9 @@ class SwappingSlice:
         self.lanes: dict[str, set[str]] = {}
         """Model -> the lanes in which it has had steps."""
         world = SimpleNamespace(report=self._report, notify=lambda: None)
-        self.policy = SlicePolicy(slice_, 2)
-        self.engine = WorkerEngine(slice_, cast("Any", world))
+        self.policy = slice_policy(policy, slice_, 2)
+        alpha = hybrid_alpha(policy)
+        self.engine = WorkerEngine(slice_, cast("Any", world), hybrid_alpha=alpha)
         self.specs: dict[str, ModelSpec] = {}
         self._models: dict[str, LateModel] = {}
 

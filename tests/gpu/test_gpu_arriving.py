@@ -38,7 +38,7 @@ class Arriving(Lane):
     def __init__(self, gpu: GpuParts) -> None:
         super().__init__(
             gpu.ops, arena=gpu.arena, to_device=gpu.to_device, renew=gpu.renew,
-            streamed_bytes=gpu.streamed_bytes, arrived=gpu.arrived,
+            moved=gpu.moved, arrived=gpu.arrived,
         )  # fmt: skip
         gpu.fence.reading = self.executor.lanes_in_flight
 
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def streamed_bytes(self) -> int:
-        return self.gpu.streamed_bytes()
+        return self.gpu.moved().streamed
 
 
 @pytest.fixture(scope="module")

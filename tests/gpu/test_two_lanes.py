@@ -71,7 +71,7 @@ class TwoLanes(Lane):
         assert gpu.streaming is not None
         super().__init__(
             gpu.ops, arena=gpu.arena, to_device=gpu.to_device, streaming=gpu.streaming.parts,
-            streamed_bytes=gpu.streamed_bytes, renew=gpu.renew,
+            moved=gpu.moved, renew=gpu.renew,
         )  # fmt: skip
         gpu.fence.reading = self.executor.lanes_in_flight
         self.ends_s: dict[str, list[float]] = {}

@@ -300,9 +300,6 @@ PrefixAction = SavePrefix | BringPrefix | DropPrefix
 ExecutorAction = RunStep | Drop | Truncate | Fail | Return | Move | PrefixAction
 """Those that its executor carries out."""
 
-EngineAction = ExecutorAction | Fetch | Release
-"""Those and what its weight cache carries out; its world answers the others."""
-
 # ---- slice, of published systems only -------------------------------------------------------
 
 
@@ -316,5 +313,8 @@ class SetAlpha:
 
 
 BaselineSliceAction = SetAlpha
+
+EngineAction = ExecutorAction | Fetch | Release | BaselineSliceAction
+"""What a slice's engine carries out; its world answers the others."""
 
 Action = ClusterAction | BaselineClusterAction | SliceAction | BaselineSliceAction

@@ -314,6 +314,10 @@ class StepDone:
     """How often it ran (`actions.RunStep`); 0 if others stopped before its first turn."""
     streamed_bytes: int = 0
     """Bytes of weights that it read over a link; 0 also where the slice does not know."""
+    peer_bytes: int = 0
+    """The part of `streamed_bytes` that came from another GPU's memory."""
+    hbm_bytes: int = 0
+    """Bytes of HBM that its hybrid GEMMs read and wrote; 0 for GEMMs of other kinds."""
 
 
 @value
@@ -362,9 +366,28 @@ class GemmsMeasured:
     link_utilization: float
 
 
+@value
+class ChunkCost:
+    """Prompt tokens in one step, and what the machine's profile says of the step's GEMMs."""
+
+    tokens: int
+    step_s: float
+    hbm_s: float
+    """The part of it for which HBM would be busy, if nothing else took time."""
+
+
+@value
+class ChunksProfiled:
+    """The sizes of chunks of a model on this slice, by the machine's profile. A model that comes
+    again has new ones."""
+
+    model: str
+    chunks: tuple[ChunkCost, ...]
+
+
 SliceEvent = (
     Activated | Deactivated | Submitted | Withdrawn | RecallAsked | StepDone | StepFailed
-    | StepParked | MoveDone | PrefixMoved | GemmsMeasured | Fetched
+    | StepParked | MoveDone | PrefixMoved | GemmsMeasured | ChunksProfiled | Fetched
 )  # fmt: skip
 
 Event = ClusterEvent | SliceEvent

@@ -26,6 +26,7 @@ from c2cserve.core.step import Lane, SeqStep, Step
 from c2cserve.engine.guides import Guides, LateSample, StepMasks
 from c2cserve.engine.lanes import LaneParts, LaneSteps, compute_seconds, lanes_of
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
+from c2cserve.engine.moved import MovedBytes, nothing_moved
 from c2cserve.engine.parked import Arrived, ParkedSteps
 from c2cserve.engine.prefixes import PrefixBlocks
 from c2cserve.engine.prompt_logprobs import note_prompt
@@ -59,7 +60,7 @@ class Executor:
         timer: StepTimer | None = None,
         guides: Guides | None = None,
         streaming: LaneParts | None = None,
-        streamed_bytes: Callable[[], int] = lambda: 0,
+        moved: Callable[[], MovedBytes] = nothing_moved,
         arrived: Arrived = lambda _: None,
     ) -> None:
         """`arena`: uint8, all of the slice's KV memory. `to_device` moves a batch from the host to
@@ -71,14 +72,13 @@ class Executor:
         nothing). `host_kv` holds the KV of paused requests, `guides` the grammars of requests.
 
         `ops`, `to_device` and `timer` (None: steps are over when they are launched) are the
-        resident lane's; `streaming` is the other, if there is one.
-        `streamed_bytes` counts the bytes of weights that launches of both read over a link. Steps
-        wait for layers that have not `arrived`, without being polled for it.
+        resident lane's; `streaming` is the other, if there is one. `moved` counts the bytes that
+        launches of both move. Steps wait for layers that have not `arrived`, without polls.
         """
         own = LaneParts(ops, to_device, timer=timer or InlineTimer(clock))
         self._lanes = lanes_of(own, streaming)
         self.costs = StepCosts()
-        self._streamed_bytes = streamed_bytes
+        self._moved = moved
         self._slice_id, self._fatal = slice_id, fatal
         self._renew, self._renewals = renew, 0
         self._ops = ops
@@ -286,7 +286,7 @@ class Executor:
 
     def _advance(self, run: Run, work: Work) -> None:
         """Launch the step, or what of it has its weights."""
-        lane, streamed = self._lanes[run.step.lane], self._streamed_bytes()
+        lane, moved = self._lanes[run.step.lane], self._moved()
         started_s = self._clock()
         if run.parked_since_s is not None:
             for seq in run.seqs:
@@ -300,7 +300,7 @@ class Executor:
             self._survive(run, fault)
             whole = True
         finally:
-            run.streamed_bytes += self._streamed_bytes() - streamed
+            run.moved += self._moved() - moved
         if not whole:
             run.compute_s += self._clock() - started_s
             self._park(run, work)
@@ -392,8 +392,8 @@ class Executor:
         )
         for request_id in ended:
             self._end(request_id)
-        outcomes = tuple(run.outcomes)
-        done = StepDone(run.step.id, outcomes, run.compute_s, 1, run.streamed_bytes)
+        moved = run.moved.streamed, run.moved.peer, run.moved.hbm
+        done = StepDone(run.step.id, tuple(run.outcomes), run.compute_s, 1, *moved)
         self._report(done, run.deltas)
 
     def _holds(self, seq: Sequence) -> bool:  # it may have ended in the step before this one

@@ -8,6 +8,7 @@ from torch import Tensor
 from c2cserve.core.events import SeqOutcome
 from c2cserve.core.request import Delta
 from c2cserve.core.step import SeqStep, Step
+from c2cserve.engine.moved import NOTHING_MOVED, MovedBytes
 from c2cserve.engine.sequences import Sequence
 from c2cserve.engine.step_costs import StepKind
 from c2cserve.kernels.ops import Sample
@@ -36,8 +37,8 @@ class Run:
     """The parts whose prompt tokens' log-probabilities are wanted, and their logits."""
     sample: Sample | None = None
     compute_s: float = 0.0
-    streamed_bytes: int = 0
-    """Bytes of weights that it reads over a link."""
+    moved: MovedBytes = NOTHING_MOVED
+    """What its launches move."""
     launched_s: float = 0.0
     """The time when the launch of its last part began."""
     parked_since_s: float | None = None

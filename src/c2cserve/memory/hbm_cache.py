@@ -228,7 +228,7 @@ class HbmCache:
         """Return whether W would probably be cached if it streamed by now."""
         if self._policy is None:
             return False
-        model = self._model_of(w.pointer)
+        model = self.model_of(w.pointer)
         victims = self._policy.would_admit(model, w.pointer, w.bytes, self._now)
         if victims is None:
             return False
@@ -249,7 +249,7 @@ class HbmCache:
         """
         if self._policy is None:
             return None
-        model = self._model_of(w.pointer)
+        model = self.model_of(w.pointer)
         victims = self._policy.admit(model, w.pointer, w.bytes, self._now)
         if victims is None:
             return None
@@ -282,7 +282,8 @@ class HbmCache:
                 self._policy.drop(key)
                 self._drop_streamed([key])
 
-    def _model_of(self, address: int) -> str:
+    def model_of(self, address: int) -> str:
+        """Return the model that has weights at an address of its home. Raises KeyError."""
         at = bisect_right(self._models, address, key=lambda one: one[0]) - 1
         if at >= 0:
             first, size, model = self._models[at]
@@ -320,7 +321,7 @@ class HbmCache:
         of_model: dict[str, list[int]] = {}
         for key in keys:
             assert isinstance(key, int)
-            of_model.setdefault(self._model_of(key), []).append(key)
+            of_model.setdefault(self.model_of(key), []).append(key)
         for model in sorted(of_model):
             self._drop(model, of_model[model])
 

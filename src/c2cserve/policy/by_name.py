@@ -4,9 +4,8 @@ Ours are made here. Those of published systems are imported when a server is ask
 no other server runs any of their code."""
 
 from dataclasses import replace
-from typing import Never
 
-from c2cserve.core.actions import BaselineClusterAction
+from c2cserve.core.actions import BaselineClusterAction, BaselineSliceAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.policy_names import OWN
 from c2cserve.policy.cluster.admission import AdmissionSettings
@@ -23,10 +22,10 @@ def cluster_policy(name: str, settings: AdmissionSettings) -> ClusterPolicy[Base
     return live_cluster_policy(name, settings)
 
 
-def slice_policy(name: str, slice_: Slice, in_flight: int) -> SlicePolicy[Never]:
+def slice_policy(name: str, slice_: Slice, in_flight: int) -> SlicePolicy[BaselineSliceAction]:
     """Build the policy of one slice. Raises KeyError for a name that is none."""
     if name == OWN:
-        return SlicePolicy[Never](slice_, in_flight)
+        return SlicePolicy[BaselineSliceAction](slice_, in_flight)
     from c2cserve.policy.baselines.compose import live_slice_policy
 
     return live_slice_policy(name, slice_, in_flight)
@@ -42,6 +41,16 @@ def admission_of(
     from c2cserve.policy.baselines.presets import PRESETS
 
     return compose.admission_of(PRESETS[name], settings, patience)
+
+
+def hybrid_alpha(name: str) -> float | None:
+    """Return the alpha that GEMMs of GPU slices begin with; None: they are not hybrid. Raises
+    KeyError for a name that is none."""
+    if name == OWN:
+        return None
+    from c2cserve.policy.baselines.presets import PRESETS
+
+    return PRESETS[name].hybrid_alpha
 
 
 def relays_tokens(name: str) -> bool:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import msgspec
 
-from c2cserve.core.actions import BaselineClusterAction
+from c2cserve.core.actions import BaselineClusterAction, BaselineSliceAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.policy_names import OWN
 from c2cserve.policy.by_name import cluster_policy, slice_policy
@@ -62,7 +62,7 @@ def _cluster(arguments: dict[str, Any]) -> ClusterPolicy[BaselineClusterAction]:
     return cluster_policy(arguments.get("policy", OWN), settings)
 
 
-def _slice(arguments: dict[str, Any]) -> SlicePolicy[Never]:
+def _slice(arguments: dict[str, Any]) -> SlicePolicy[BaselineSliceAction]:
     slice_ = msgspec.convert(arguments["slice"], Slice)
     return slice_policy(arguments.get("policy", OWN), slice_, arguments["max_in_flight"])
 

@@ -163,6 +163,12 @@ class SliceStats:
     weights_peer_bytes: int = _counter(
         "bytes", _ENGINE, "Of those, from memory that neighbouring GPUs lend."
     )
+    hybrid_hbm_bytes: int = _counter(
+        "bytes", _ENGINE, "Bytes that hybrid GEMMs asked of HBM (`--policy c2cserve-published`)."
+    )
+    alpha_changes: int = _counter(
+        "changes", _ENGINE, "How often the split of a model's hybrid GEMMs was changed."
+    )
     weight_fetches: int = _counter("loads", _ENGINE, "Loads of a whole model into the arena begun.")
     weight_fetched_bytes: int = _counter("bytes", _ENGINE, "Bytes of weights that loads copied.")
     weight_fetch_seconds: float = _counter(

@@ -96,7 +96,9 @@ class LiveServer:
         settings = self._settings
         for dead in remove_dead_runs(settings.pool_dir):
             log.warning("removed what the killed server %s left in shared memory", dead)
-        plan = plan_machine(settings.wishes, settings.pool_dir, settings.pool_bytes)
+        plan = plan_machine(
+            settings.wishes, settings.pool_dir, settings.pool_bytes, settings.policy
+        )
         slices, budget = plan.slices, plan.pool_bytes
         self._policy = fitting_policy(settings.policy, slices)
         check_open_files(len(slices), settings.server.text.processes)

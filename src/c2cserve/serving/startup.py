@@ -9,7 +9,8 @@ from pathlib import Path
 
 from c2cserve.catalog.file import Catalog
 from c2cserve.core.machine import Gpu, GpuShare, ProfileChoice, Slice
-from c2cserve.core.policy_names import PolicyName
+from c2cserve.core.policy_names import OWN, PolicyName
+from c2cserve.core.tensors import LinkHome
 from c2cserve.devices.discover import discover
 from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.numa import reader_nodes, show_nodes, with_nodes
@@ -18,6 +19,7 @@ from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
 from c2cserve.devices.topology import find_gpu_nodes
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.kernels.native import KernelsMissing, chosen_isa, load_library
+from c2cserve.policy.by_name import hybrid_alpha
 from c2cserve.runtime.gateway import Refused
 from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.directory import BrokenModel
@@ -43,8 +45,10 @@ class MachinePlan:
     """The NUMA nodes over which the pool's segments are spread; none: there is one node."""
 
 
-def plan_machine(wishes: SliceWishes, pool_dir: Path, pool_bytes: int | None) -> MachinePlan:
-    """Plan the use of this machine.
+def plan_machine(
+    wishes: SliceWishes, pool_dir: Path, pool_bytes: int | None, policy: PolicyName = OWN
+) -> MachinePlan:
+    """Plan the use of this machine, by a server with this policy.
 
     `pool_bytes` replaces the planned budget. Raises CliError for wishes that this machine cannot
     fulfil."""
@@ -59,7 +63,7 @@ def plan_machine(wishes: SliceWishes, pool_dir: Path, pool_bytes: int | None) ->
         slices = plan_all(machine, wishes, pool_bytes)
     except SlicePlanError as error:
         raise CliError(str(error), 2) from error
-    slices = with_links(slices, machine.gpus)
+    slices = with_links(slices, machine.gpus, streams=hybrid_alpha(policy) is not None)
     slices = with_nodes(slices, find_gpu_nodes(find_nvml(), machine.gpus))
     nodes = reader_nodes(machine, slices)
     if nodes:
@@ -82,10 +86,11 @@ def fitting_policy(policy: PolicyName, slices: Sequence[Slice]) -> PolicyName:
             " --host-kv-bytes",
             2,
         )
-    if policy == "c2cserve-published":
+    if hybrid_alpha(policy) is not None and len(gpus) < len(slices):
         log.warning(
-            "--policy c2cserve-published: servers have no hybrid GEMMs, so alpha is only simulated;"
-            " placing and chunks are as published"
+            "--policy %s: CPU slices have no hybrid GEMMs and no alpha; their chunks follow learned"
+            " step times",
+            policy,
         )
     if policy != "serverlessllm" or len(gpus) == len(slices):
         return policy
@@ -137,10 +142,14 @@ def ready_gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]
     return gpus
 
 
-def with_links(slices: Sequence[Slice], gpus: Sequence[Gpu]) -> tuple[Slice, ...]:
+def with_links(
+    slices: Sequence[Slice], gpus: Sequence[Gpu], *, streams: bool = False
+) -> tuple[Slice, ...]:
     """Return the slices with the share that each has of its GPU's link to the host, and of what
     neighbours' links add to its loads. Shares are equal, and links are as fast as the profiles of
     the GPU and of its paths say. CPU slices have none.
+
+    `streams`: weights are never loaded. Where neighbours lend memory, the link is the one to them.
 
     Raises CliError without a profile."""
     named = {gpu.uuid: gpu for gpu in gpus}
@@ -148,7 +157,8 @@ def with_links(slices: Sequence[Slice], gpus: Sequence[Gpu]) -> tuple[Slice, ...
     linked: list[Slice] = []
     for one in slices:
         if one.gpu is not None:
-            rate = _host_bytes_per_s(named[one.gpu.uuid], one.gpu.profile)
+            home = "peer" if streams and one.gpu.lenders else "host"
+            rate = _link_bytes_per_s(named[one.gpu.uuid], one.gpu.profile, home)
             relayed = _relayed_bytes_per_s(named[one.gpu.uuid].name, one.gpu)
             one = replace(
                 one, link_bytes_per_s=rate / sharing[one.link],
@@ -175,8 +185,8 @@ def _relayed_bytes_per_s(name: str, share: GpuShare) -> float:
     return added
 
 
-def _host_bytes_per_s(gpu: Gpu, choice: ProfileChoice) -> float:
-    """Return how fast copy engines bring weights from the host to the GPU."""
+def _link_bytes_per_s(gpu: Gpu, choice: ProfileChoice, home: LinkHome) -> float:
+    """Return how fast copy engines bring weights from the host, or from a peer, to the GPU."""
     from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
     from c2cserve.kernels.gpu.gemm.choice.profile import ProfileError, load_profile
 
@@ -187,9 +197,11 @@ def _host_bytes_per_s(gpu: Gpu, choice: ProfileChoice) -> float:
             profile = load_profile(gpu=gpu.name)
         except ProfileError as error:
             raise CliError(str(error)) from error
-    if "host" not in profile.links:
-        raise CliError(f"the profile of {gpu.name} has no speed of the host: run c2cserve profile")
-    return profile.links["host"].to_gpu_bytes_per_s
+    if home not in profile.links:
+        raise CliError(
+            f"the profile of {gpu.name} has no speed of the {home}: run c2cserve profile"
+        )
+    return profile.links[home].to_gpu_bytes_per_s
 
 
 def prepare_models(

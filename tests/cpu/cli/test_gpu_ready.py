@@ -120,6 +120,24 @@ def test_slices_know_their_share_of_the_measured_link(home: Path) -> None:
         startup.with_links(plan_all(machine, SliceWishes()), (gpu,))
 
 
+def test_weights_that_always_stream_come_over_the_link_to_what_lends(home: Path) -> None:
+    links = assumed_h200().links
+    share = GpuShare(H200.uuid, 132, lenders=("GPU-near",), lent_bytes=1 << 30)
+    parts = [
+        Slice(f"gpu0.{part}", "green", gpu=share, hbm_bytes=1 << 30, link="gpu0.h2d")
+        for part in (0, 1)
+    ]
+    alone = [replace(one, gpu=replace(share, lenders=())) for one in parts]
+
+    def rates(slices: list[Slice], *, streams: bool) -> set[float]:
+        found = startup.with_links(slices, (H200,), streams=streams)
+        return {one.link_bytes_per_s for one in found}
+
+    host, peer = (links[one].to_gpu_bytes_per_s / 2 for one in ("host", "peer"))
+    assert rates(parts, streams=True) == {peer}
+    assert rates(parts, streams=False) == rates(alone, streams=True) == {host}
+
+
 def test_slices_know_what_neighbours_add(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By measured paths. Without them, loads are planned as over one link, which is said."""
     near = replace(H200, id=1, uuid="GPU-near", readable=(H200.uuid,))

@@ -21,6 +21,7 @@ from c2cserve.engine.lanes import LaneParts
 from c2cserve.engine.models.config import parse_config, read_config
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.models.layout import plan_layout
+from c2cserve.engine.moved import MovedBytes, nothing_moved
 from c2cserve.engine.parked import Arrived
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
@@ -87,7 +88,7 @@ class Lane(EngineReports):
         self, ops: Ops | None = None, kv_bytes: int = 16 << 20, *, arena: Tensor | None = None,
         to_device: Callable[[ForwardBatch], ForwardBatch] | None = None,
         fatal: tuple[type[Exception], ...] = (), renew: Callable[[], None] | None = None,
-        streaming: LaneParts | None = None, streamed_bytes: Callable[[], int] = lambda: 0,
+        streaming: LaneParts | None = None, moved: Callable[[], MovedBytes] = nothing_moved,
         arrived: Arrived = lambda _: None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -96,7 +97,7 @@ class Lane(EngineReports):
             "lane", ops or CpuOps(1), make_arena(kv_bytes) if arena is None else arena,
             self.report, lambda: float(next(ticks)), to_device=to_device,
             fatal=lambda fault: isinstance(fault, fatal), renew=renew, streaming=streaming,
-            streamed_bytes=streamed_bytes, arrived=arrived,
+            moved=moved, arrived=arrived,
         )  # fmt: skip
         self._steps = itertools.count()
         self._taken = 0

@@ -18,6 +18,7 @@ from c2cserve.engine.gpu import lanes as gpu_lanes
 from c2cserve.engine.gpu import load_transfers
 from c2cserve.engine.gpu.lanes import LaneFence, Mark
 from c2cserve.engine.lanes import LaneParts
+from c2cserve.engine.moved import MovedBytes
 from c2cserve.transfer.settings import Urgency
 
 PROMPT = torch.randint(3, 160, (7,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -47,7 +48,7 @@ class TwoLanes(Lane):
 
         streaming = LaneParts(self.far, None, current, attached)
         super().__init__(
-            self.near, streaming=streaming, streamed_bytes=lambda: self.streamed,
+            self.near, streaming=streaming, moved=lambda: MovedBytes(self.streamed),
             renew=self._renew,
         )  # fmt: skip
         for name in ("near", "far"):

@@ -3,14 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.policy.baselines.c2cserve.chunking import ChunkCost, smallest_chunk
+from c2cserve.core.events import ChunkCost
+from c2cserve.policy.baselines.c2cserve.chunking import smallest_chunk
 
 SIZES = (128, 256, 512, 1024, 2048, 4096)
 
 
 def profile(weights_s: float, token_s: float) -> list[ChunkCost]:
     """A slice on which weights stream in `weights_s`, beside the math or after it."""
-    return [ChunkCost(n, max(weights_s, n * token_s)) for n in SIZES]
+    return [ChunkCost(n, max(weights_s, n * token_s), 0.0) for n in SIZES]
 
 
 slices = st.builds(profile, st.floats(1e-3, 0.3), st.floats(1e-6, 1e-3))

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from c2cserve.core.actions import Direction
+from c2cserve.engine.cpu.arena import make_arena
+from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.memory.host_blocks import CopyRun
-from c2cserve.memory.pinning import PinnedRegion
+from c2cserve.memory.pinning import PinnedRegion, pin_array
 from c2cserve.transfer.engine import TransferEngine
 from c2cserve.transfer.moves import HOST, Column, SegmentColumns
 from c2cserve.transfer.notifier import TicketNotifier
@@ -77,3 +79,17 @@ def joined(runs: Sequence[CopyRun]) -> tuple[Column, Column, Column]:
     ends = [column[:-1] + sizes[:-1] != column[1:] for column in (places, offsets)]
     starts = np.append(0, np.flatnonzero(ends[0] | ends[1]) + 1)
     return places[starts], offsets[starts], np.add.reduceat(sizes, starts)
+
+
+def open_host_kv(
+    engine: TransferEngine | None, arena: Tensor, size: int, stream: torch.cuda.Stream,
+    notify: Callable[[], None],
+) -> HostKv:  # fmt: skip
+    """Allocate and register host memory for KV. Raises PinningError."""
+    if not size:
+        return HostKv(0, no_copies)
+    assert engine is not None
+    memory = make_arena(size)
+    region = pin_array(memory.numpy())
+    copies = KvCopies(engine, arena, memory, region, stream, notify)
+    return HostKv(size, copies)

@@ -28,6 +28,7 @@ from c2cserve.engine.lanes import LaneParts
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.attention.flash_library import FlashInfer
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.hybrid_linear import HybridGemms, HybridLinear
 from c2cserve.kernels.gpu.gemm.linear import Linear
 from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.memory.hbm_cache import HbmCache
@@ -53,9 +54,10 @@ class GpuLane:
     def open(
         cls, stream: torch.cuda.Stream, context: LaunchContext, chooser: Chooser,
         cache: HbmCache | None, host_sampler: HostSampler, notify: Callable[[], None] | None,
-        kernels: Path | None,
+        kernels: Path | None, hybrid: HybridGemms | None = None,
     ) -> "GpuLane":  # fmt: skip
-        """Make a lane whose work goes to `stream`.
+        """Make a lane whose work goes to `stream`. With `hybrid`, its GEMMs are C2CServe's, and it
+        has no decode graphs: the launches in a graph have a fixed alpha and fixed weights.
 
         `notify` is called when a step of it is over. That is done by a thread of the lane's own:
         notice of a step must not wait for another lane's.
@@ -63,10 +65,13 @@ class GpuLane:
         device = torch.device("cuda", context.device)
         with torch.cuda.stream(stream):
             linear = Linear(context, chooser, cache)
+            if hybrid is not None:
+                linear = HybridLinear(context, chooser, cache, hybrid)
             on_step_end = None if notify is None else CompletionNotifier(device, notify).watch
             flashinfer = FlashInfer(device, kernels)
             ops = GpuOps(linear, device, host_sampler, on_step_end, flashinfer.flash)
-            ops.capture_decoding(linear.launched, cache, by_places=bool(context.readers))
+            if hybrid is None:
+                ops.capture_decoding(linear.launched, cache, by_places=bool(context.readers))
             timer = EventTimer(_timed_event)
             return cls(stream, context, linear, ops, Staging(device), flashinfer, timer)
 

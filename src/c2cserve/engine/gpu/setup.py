@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from c2cserve.core.events import ChunkCost
 from c2cserve.core.machine import ProfileChoice
 from c2cserve.core.step import LANES
 from c2cserve.core.tensors import HalfDtype
 from c2cserve.devices.partitions import Partition
-from c2cserve.engine.cpu.arena import make_arena
+from c2cserve.engine.chunk_costs import chunk_costs
 from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
 from c2cserve.engine.gpu.graphs import DecodeGraphs
-from c2cserve.engine.gpu.kv_copies import KvCopies
+from c2cserve.engine.gpu.kv_copies import open_host_kv
 from c2cserve.engine.gpu.lanes import GpuLane, LaneFence, lane_contexts, lane_streams, marker
 from c2cserve.engine.gpu.layers import shapes_of
 from c2cserve.engine.gpu.load_transfers import LoadTransfers
@@ -30,7 +31,8 @@ from c2cserve.engine.gpu.staging import Staging
 from c2cserve.engine.gpu.step_timer import EventTimer
 from c2cserve.engine.gpu.weight_loads import WeightLoads
 from c2cserve.engine.models.config import ModelConfig
-from c2cserve.engine.rotation import HostKv, no_copies
+from c2cserve.engine.moved import MovedBytes
+from c2cserve.engine.rotation import HostKv
 from c2cserve.grammars.memory import MaskMemory
 from c2cserve.kernels.gpu.aot.flash_modules import FlashKind
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError, Repository
@@ -43,11 +45,13 @@ from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load_profile
 from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
 from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
+from c2cserve.kernels.gpu.gemm.hybrid_linear import HybridGemms
 from c2cserve.kernels.gpu.gemm.linear import Linear
 from c2cserve.kernels.gpu.gemm.long_rows import FirstUses
+from c2cserve.kernels.gpu.gemm.published.algorithm1 import SERVED
 from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.kernels.native import KernelsMissing
-from c2cserve.memory.hbm_cache import CachePolicy, HbmCache
+from c2cserve.memory.hbm_cache import CacheCounts, CachePolicy, HbmCache
 from c2cserve.memory.peer_pool import Borrower, PeerPool
 from c2cserve.memory.pinning import PinningError, pin_array
 from c2cserve.transfer.engine import LinkError, Ticket, TransferEngine, TransferError
@@ -93,6 +97,9 @@ class GpuParts:
     """The memory of grammars' masks, which the GPU reads."""
     first_uses: FirstUses
     """GEMMs of prompts that cuBLAS has still to be shown. They run while the slice has time."""
+    chooser: Chooser
+    hybrid: HybridGemms | None
+    """C2CServe's GEMMs, if the slice runs them."""
 
     @property
     def linears(self) -> list[Linear]:
@@ -111,9 +118,29 @@ class GpuParts:
         libraries = [self.flashinfer, *([self.streaming.flashinfer] if self.streaming else [])]
         return [library.flash for library in libraries]
 
-    def streamed_bytes(self) -> int:
-        """Return the bytes of weights that launches of all lanes have read over links so far."""
-        return 0 if self.cache is None else self.cache.counts.streamed_bytes
+    def moved(self) -> MovedBytes:
+        """Return the bytes that launches of all lanes have moved so far."""
+        counts, hybrid = CacheCounts() if self.cache is None else self.cache.counts, self.hybrid
+        if hybrid is None:
+            return MovedBytes(counts.streamed_bytes, counts.peer_bytes)
+        return MovedBytes(
+            counts.streamed_bytes + hybrid.reread_bytes,
+            counts.peer_bytes + hybrid.reread_peer_bytes, hybrid.hbm_bytes,
+        )  # fmt: skip
+
+    def chunk_costs(self, config: ModelConfig, most: int) -> tuple[ChunkCost, ...]:
+        """Return what prompts' chunks of up to `most` tokens take with hybrid GEMMs."""
+        assert self.hybrid is not None
+        home, dtype = "host" if self.peers is None else "peer", sizes_of(config).dtype
+        sms, alpha = self.context.picked_for, self.hybrid.first_alpha
+        return chunk_costs(self.chooser, config, dtype, home, sms, alpha, most)
+
+    def hbm_bytes_per_s(self) -> float:
+        """Return the slice's share of HBM's rate, in proportion to its SMs, as MIG divides it. If
+        so many SMs read less, it is what they read."""
+        whole = torch.cuda.get_device_properties(self.device).multi_processor_count
+        sms, rate = self.context.sms, self.chooser.hbm_bytes_per_s
+        return min(rate(sms), rate(whole) * sms / whole)
 
     def arrived(self, model: str) -> int | None:
         """Return how many of a model's layers have come to HBM (`engine.parked.Arrived`)."""
@@ -190,6 +217,7 @@ def open_gpu(
     transfers: TransferEngine | None = None,
     host_kv_bytes: int = 0,
     lanes: int = 1,
+    hybrid_alpha: float | None = None,
 ) -> GpuParts:
     """Make the calling thread a slice's thread, and set the slice up.
 
@@ -202,18 +230,13 @@ def open_gpu(
     weights can be read on another GPU. `transfers` carries loads and KV; without it the process's
     engine over the one link of `device` does. `host_kv_bytes` is the size of the host memory,
     registered here, that KV may rotate through. With two `lanes` steps whose weights stream have a
-    lane of their own (`engine.gpu.lanes`); partitions have one lane.
+    lane of their own (`engine.gpu.lanes`); partitions have one lane. `hybrid_alpha`: GEMMs are
+    C2CServe's, and begin with this alpha.
 
     Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`,
     `KernelsMissing`, `PinningError`, `LinkError` and `CudaError`.
     """
-    torch.cuda.set_device(device)
-    assert lanes == 1 or partition is None, "the lanes of a partition would need streams of it"
-    streams = lane_streams(device, lanes) if partition is None else [partition.stream]
-    torch.cuda.set_stream(streams[0])
-    # Partial sums of split GEMMs in 16 bits would make a row depend more on its batch.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    streams = _streams(device, partition, lanes)
     repository = Repository(device, kernels)
     repository.load(SERVING_VARIANTS)
     torch_device = torch.device("cuda", device)
@@ -232,18 +255,34 @@ def open_gpu(
     borrower = _borrower(peers, chooser, streams, copies)
     fence = LaneFence(dict(zip(LANES, streams, strict=False)))
     cache, loads = _weight_cache(arena, streams[0], copies, cache_policy, borrower, fence)
+    hybrid = None
+    if hybrid_alpha is not None:
+        repository.load(SERVED)
+        hybrid = HybridGemms(hybrid_alpha, None if cache is None else cache.model_of)
     lane, *beside = [
-        GpuLane.open(stream, context, chooser, cache, host_sampler, notify, kernels)
+        GpuLane.open(stream, context, chooser, cache, host_sampler, notify, kernels, hybrid)
         for stream, context in zip(streams, contexts, strict=True)
     ]
-    host_kv = _host_kv(transfers, arena, host_kv_bytes, lane.stream, wake)
+    host_kv = open_host_kv(transfers, arena, host_kv_bytes, lane.stream, wake)
     parts = GpuParts(
         torch_device, lane.stream, lane.context, lane.linear, lane.ops, arena, lane.to_device,
         cache, loads, borrower, host_kv, lane.flashinfer, next(iter(beside), None), fence,
-        lane.timer, _mask_memory(), FirstUses(arena),
+        lane.timer, _mask_memory(), FirstUses(arena), chooser, hybrid,
     )  # fmt: skip
     _warm_common(parts)
     return parts
+
+
+def _streams(device: int, partition: Partition | None, lanes: int) -> list[torch.cuda.Stream]:
+    """Make the calling thread one of the device. Return the lanes' streams: the first is its own."""
+    torch.cuda.set_device(device)
+    assert lanes == 1 or partition is None, "the lanes of a partition would need streams of it"
+    streams = lane_streams(device, lanes) if partition is None else [partition.stream]
+    torch.cuda.set_stream(streams[0])
+    # Partial sums of split GEMMs in 16 bits would make a row depend more on its batch.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    return streams
 
 
 def _borrower(
@@ -286,20 +325,6 @@ def _load_transfers(
 
 def _no_peers(address: int) -> int:
     raise AssertionError(f"no neighbour has the weights at {address:#x}")
-
-
-def _host_kv(
-    engine: TransferEngine | None, arena: Tensor, size: int, stream: torch.cuda.Stream,
-    notify: Callable[[], None],
-) -> HostKv:  # fmt: skip
-    """Allocate and register host memory for KV. Raises PinningError."""
-    if not size:
-        return HostKv(0, no_copies)
-    assert engine is not None
-    memory = make_arena(size)
-    region = pin_array(memory.numpy())
-    copies = KvCopies(engine, arena, memory, region, stream, notify)
-    return HostKv(size, copies)
 
 
 def _mask_memory() -> MaskMemory:

@@ -6,12 +6,13 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Never
 
-from c2cserve.core.actions import BaselineClusterAction
+from c2cserve.core.actions import BaselineClusterAction, BaselineSliceAction
 from c2cserve.core.machine import Slice
 from c2cserve.policy.baselines.aegaeon.memory import aegaeon_memory
+from c2cserve.policy.baselines.c2cserve.alpha import AlphaBank
 from c2cserve.policy.baselines.c2cserve.chunk_budgets import (
+    ProfiledChunks,
     fixed_budget,
-    smallest_budget,
     whole_budget,
 )
 from c2cserve.policy.baselines.c2cserve.streaming import STREAMS_ONLY
@@ -37,7 +38,6 @@ _NEVER_S = 1e9
 
 _BUDGETS: dict[Chunks, PrefillBudget] = {
     "headroom": headroom_budget,
-    "smallest": smallest_budget,
     "fixed": fixed_budget,
     "whole": whole_budget,
 }
@@ -70,16 +70,17 @@ def slice_strategies(slice_: Slice, preset: Preset) -> slices.SliceStrategies[Ne
     if preset == C2CSERVE:
         return slices.live_strategies(slice_)
     arena = slices.arena_of(slice_)
+    table = ProfiledChunks() if preset.chunks == "smallest" else None
     return slices.SliceStrategies(
-        arena, _memory_of(arena, slice_, preset), _BUDGETS[preset.chunks],
+        arena, _memory_of(arena, slice_, preset), table or _BUDGETS[preset.chunks],
         BY_HEADROOM if preset.turn == "headroom" else BY_ARRIVAL, preset.chunks == "whole",
-        preset.rotation if slice_.host_kv_bytes else None,
+        preset.rotation if slice_.host_kv_bytes else None, chunk_table=table,
     )  # fmt: skip
 
 
 def _memory_of(arena: KvArena, slice_: Slice, preset: Preset) -> WeightMemory:
     if preset.turn == "quota":
-        return aegaeon_memory(arena, slice_)
+        return aegaeon_memory(arena, slice_, streams=preset.streams)
     if not slice_.swaps_weights:
         return WeightMemory(arena)
     return slices.swapping_of(arena, slice_, rotates=preset.keeps)
@@ -90,6 +91,10 @@ def live_cluster_policy(name: str, settings: AdmissionSettings) -> BaselineClust
     return ClusterPolicy(settings, cluster_strategies(PRESETS[name]))
 
 
-def live_slice_policy(name: str, slice_: Slice, in_flight: int) -> SlicePolicy[Never]:
+def live_slice_policy(name: str, slice_: Slice, in_flight: int) -> SlicePolicy[BaselineSliceAction]:
     """Build one slice's policy of a server."""
-    return SlicePolicy(slice_, in_flight, slice_strategies(slice_, PRESETS[name]))
+    preset = PRESETS[name]
+    strategies: slices.SliceStrategies[BaselineSliceAction] = slice_strategies(slice_, preset)
+    if preset.alpha and preset.hybrid_alpha is not None:
+        strategies = replace(strategies, gemm_control=AlphaBank())
+    return SlicePolicy(slice_, in_flight, strategies)

@@ -3,7 +3,7 @@
 A preset is data, from which `policy.baselines.compose` makes policies. A simulated world reads what
 the mechanism underneath can do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from c2cserve.core.machine import SliceKind
@@ -67,8 +67,10 @@ class Preset:
     """Largest virtual lag time first, KV rotated to the host where a slice has memory there
     (SuperInfer section 4.2)."""
     alpha: bool = True
-    """Where GEMMs are hybrid, their split follows contention on the link (C2CServe section 7). A
-    server has none."""
+    """Where GEMMs are hybrid, their split follows contention on the link (C2CServe section 7)."""
+    hybrid_alpha: float | None = None
+    """GEMMs of a server's GPU slices are hybrid, and begin with this alpha. None: they are ours. In
+    simulations all presets have hybrid GEMMs, or none has (`Scenario.hybrid`)."""
 
     streams: bool = True
     """Weights are read from host memory as steps need them, and cached; else an instance starts
@@ -124,18 +126,34 @@ AEGAEON = Preset(
 )
 """Aegaeon's turns of models. It has no admission: nothing is refused for lateness."""
 
+AEGAEON_HYBRID = replace(AEGAEON, name="aegaeon-hybrid", streams=True, alpha=True, hybrid_alpha=0.0)
+"""Aegaeon's turns where weights stream through C2CServe's GEMMs (C2CServe's figure 13)."""
+
 FCFS = Preset("fcfs", "scatter", turn="arrival", chunks="fixed", alpha=False)
 
-C2CSERVE_PUBLISHED = Preset("c2cserve-published", "streams", chunks="smallest")
+C2CSERVE_PUBLISHED = Preset("c2cserve-published", "streams", chunks="smallest", hybrid_alpha=0.0)
 """C2CServe's placement, chunks and control of alpha, with weights that always stream."""
 
-C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunks="fixed", alpha=False)
+C2CSERVE_STATIC = Preset(
+    "c2cserve-static", "scatter", chunks="fixed", alpha=False, hybrid_alpha=0.0
+)
 """C2CServe without placement, chunk sizing and control of alpha (its section 9.4)."""
+
+ABLATIONS = (
+    replace(C2CSERVE_PUBLISHED, name="c2cserve-alpha-0", alpha=False),
+    replace(C2CSERVE_PUBLISHED, name="c2cserve-alpha-0.5", alpha=False, hybrid_alpha=0.5),
+    replace(C2CSERVE_PUBLISHED, name="c2cserve-alpha-1", alpha=False, hybrid_alpha=1.0),
+    replace(C2CSERVE_PUBLISHED, name="c2cserve-no-chunks", chunks="fixed"),
+    replace(C2CSERVE_PUBLISHED, name="c2cserve-no-placement", placing="scatter"),
+)
+"""C2CServe without one of its parts (its figure 14): alpha fixed, chunks as large as a step may be,
+requests wherever there is room."""
 
 PRESETS = {
     preset.name: preset
     for preset in (
-        C2CSERVE, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, AEGAEON, SUPERINFER, FCFS,
-        C2CSERVE_PUBLISHED, C2CSERVE_STATIC,
+        C2CSERVE, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, AEGAEON, AEGAEON_HYBRID, SUPERINFER,
+        FCFS,
+        C2CSERVE_PUBLISHED, C2CSERVE_STATIC, *ABLATIONS,
     )
 }  # fmt: skip

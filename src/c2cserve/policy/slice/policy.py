@@ -105,6 +105,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 control, active = self._strategies.gemm_control, self._models.get(name)
                 if control is not None and active is not None:
                     self._actions += control.sample(event, active.tpot_s)
+            case ev.ChunksProfiled():
+                if self._strategies.chunk_table is not None:
+                    self._strategies.chunk_table.take(event)
 
     def _activate(self, spec: ModelSpec, keep: bool) -> None:
         if spec.id not in self._models:

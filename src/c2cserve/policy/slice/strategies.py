@@ -8,9 +8,9 @@
     whole_prompts   no: urgent ones go between      as published systems compute prompts
     lookahead       none: one step per decision     `sim.policies.lookahead`
     gemm_control    none                            `baselines.c2cserve.alpha`
+    chunk_table     none                            `baselines.c2cserve.chunk_budgets`
 
-`ExtraT` is the type of the actions that these parts add to `actions.SliceAction`. A live slice adds
-none, so a live executor is never handed an action that it cannot carry out.
+`ExtraT` is the type of the actions that these parts add to `actions.SliceAction`. Ours adds none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, Never, Protocol, TypeVar
 
 from c2cserve.core.actions import RunStep
-from c2cserve.core.events import GemmsMeasured
+from c2cserve.core.events import ChunksProfiled, GemmsMeasured
 from c2cserve.core.machine import Slice
 from c2cserve.policy.slice.batching import (
     BY_HEADROOM,
@@ -63,6 +63,12 @@ class GemmControl(Protocol[ExtraT_co]):
     def sample(self, event: GemmsMeasured, budget_s: float) -> Sequence[ExtraT_co]: ...
 
 
+class ChunkTable(Protocol):
+    """Knows the chunks of models in advance."""
+
+    def take(self, event: ChunksProfiled) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SliceStrategies(Generic[ExtraT_co]):
     arena: KvArena
@@ -77,6 +83,7 @@ class SliceStrategies(Generic[ExtraT_co]):
     """Cached prefixes stay in host memory too, where KV rotates (`policy.slice.prefix_tier`)."""
     lookahead: Lookahead | None = None
     gemm_control: GemmControl[ExtraT_co] | None = None
+    chunk_table: ChunkTable | None = None
 
 
 def arena_of(slice_: Slice) -> KvArena:

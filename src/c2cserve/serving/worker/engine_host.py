@@ -6,33 +6,41 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from c2cserve.core.actions import BringPrefix, EngineAction, Fetch, Move, Release, RunStep
-from c2cserve.core.events import Fetched
+from c2cserve.core.actions import (
+    BringPrefix,
+    EngineAction,
+    Fetch,
+    Move,
+    Release,
+    RunStep,
+    SetAlpha,
+)
+from c2cserve.core.events import ChunksProfiled, Fetched
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
 from c2cserve.core.step import Step
-from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
 from c2cserve.engine.guides import Guides
 from c2cserve.engine.models.config import ModelConfig, parse_config
 from c2cserve.engine.models.decoder import Decoder
-from c2cserve.engine.rotation import HostKv, copies_at_once, no_copies
 from c2cserve.engine.weights import Weights
 from c2cserve.grammars.outputs import Grammars
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.memory.segment import Segment
 from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.worker.backends import Backend, CpuBackend
 from c2cserve.serving.worker.executor_stats import kv_stats, step_stats
+from c2cserve.serving.worker.hybrid_steps import HybridSteps, SliceRates
 from c2cserve.serving.worker.shared_gpu import SharedGpu
 from c2cserve.serving.worker.slice_engine import EngineState, Unusable
 from c2cserve.serving.worker.world import WorkerWorld
 
 if TYPE_CHECKING:
+    from c2cserve.engine.gpu.setup import GpuParts
     from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 
 log = logging.getLogger(__name__)
@@ -43,123 +51,27 @@ _SAMPLER_THREADS = 4
 """Threads of a GPU slice for rows that its GPU does not sample itself."""
 
 
-class _Backend(Protocol):
-    """The parts that differ between the kinds of slices."""
-
-    executor: Executor
-    guides: Guides
-    isa: str
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of small tensors; None for the host."""
-        ...
-
-    def warm(self, config: ModelConfig) -> None: ...
-
-    def open(self, model: str, path: Path) -> Weights: ...
-
-    def close(self, model: str, path: Path) -> None: ...
-
-    def begin(self, step: Step) -> None:
-        """Note that the step is about to be submitted."""
-        ...
-
-    def polled(self, *, computing: bool) -> None:
-        """Note whether a step is under way after the executor was polled."""
-        ...
-
-    def make_room(self, kv_end_bytes: int | None) -> None:
-        """Prepare for KV that is about to be copied back, somewhere below `kv_end_bytes`."""
-        ...
-
-    def fetch(self, fetch: Fetch, decoder: Decoder | None) -> None:
-        """Begin to load a model, of which `decoder` knows the weights (None: not attached)."""
-        ...
-
-    def release(self, model: str) -> None:
-        """Drop the weights of a model that was fetched, or cancel its load."""
-        ...
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a load waits for weights that are being loaded into the pool, or registered."""
-        ...
-
-    def unusable(self) -> Sequence[tuple[str, str]]:
-        """Return (model, reason) of models whose weights turned out to be unreadable, each once."""
-        ...
-
-    @property
-    def stats(self) -> SliceStats:
-        """The engine's rows of which only this kind of slice knows the values."""
-        ...
-
-
-class _CpuBackend:
-    """A CPU slice: weights are read where they are mapped. A mapping ends with its last tensor."""
-
-    device: torch.device | None = None
-    stats = SliceStats()
-    waiting = False
-
-    def __init__(self, slice_: Slice, world: WorkerWorld) -> None:
-        ops = CpuOps(len(slice_.cpus), slice_.cpus)
-        arena = make_arena(slice_.kv_bytes)
-        self.isa = ops.isa
-        host_kv = HostKv(0, no_copies)
-        if slice_.host_kv_bytes:
-            copier = copies_at_once(arena, make_arena(slice_.host_kv_bytes))
-            host_kv = HostKv(slice_.host_kv_bytes, copier)
-        self.guides = Guides(world.notify)
-        self.executor = Executor(
-            slice_.id, ops, arena, world.report, time.monotonic, host_kv=host_kv,
-            guides=self.guides,
-        )  # fmt: skip
-
-    def warm(self, config: ModelConfig) -> None:
-        pass
-
-    def open(self, model: str, path: Path) -> Weights:
-        return Weights(Segment.open(path))
-
-    def close(self, model: str, path: Path) -> None:
-        pass
-
-    def begin(self, step: Step) -> None:
-        pass
-
-    def polled(self, *, computing: bool) -> None:
-        pass
-
-    def make_room(self, kv_end_bytes: int | None) -> None:
-        pass
-
-    def fetch(self, fetch: Fetch, decoder: Decoder | None) -> None:
-        raise AssertionError(f"{fetch.model}: a CPU slice reads weights in place")
-
-    def release(self, model: str) -> None:
-        raise AssertionError(f"{model}: a CPU slice reads weights in place")
-
-    def unusable(self) -> Sequence[tuple[str, str]]:
-        return ()
-
-
 class _GpuBackend:
     """A GPU slice: weights are mapped and registered once per process. They are loaded into HBM by
     policy, or cached there when used."""
 
     def __init__(
-        self, slice_: Slice, share: GpuShare, world: WorkerWorld, shared: "SharedGpu"
-    ) -> None:
+        self, slice_: Slice, share: GpuShare, world: WorkerWorld, shared: "SharedGpu",
+        hybrid_alpha: float | None,
+    ) -> None:  # fmt: skip
         """Open the slice's part of the GPU for the calling thread. Raises `NoEngine`."""
         from c2cserve.engine.gpu.segments import Registering
 
         sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
-        self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
-        self._id = slice_.id
+        self._gpu = gpu = shared.open(slice_, share, sampler, world.notify, hybrid_alpha)
+        self._id, self._most_tokens = slice_.id, slice_.max_step_tokens
         self._shared = shared
         self._report, self._notify = world.report, world.notify
+        report = world.report
+        self._hybrid: HybridSteps | None = None
+        if gpu.hybrid is not None:
+            self._hybrid = HybridSteps(slice_.id, _rates(gpu), shared.link_use, world.report)
+            report = self._hybrid.report
         self._names: dict[str, str] = {}
         """Model -> the name of its segment."""
         self._registering = Registering()
@@ -167,11 +79,11 @@ class _GpuBackend:
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.context.sms} SMs"
         self.guides = Guides(world.notify, Grammars(gpu.masks))
         self.executor = Executor(
-            slice_.id, gpu.ops, gpu.arena, world.report, time.monotonic,
+            slice_.id, gpu.ops, gpu.arena, report, time.monotonic,
             to_device=gpu.to_device, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
             timer=gpu.timer,
             streaming=None if gpu.streaming is None else gpu.streaming.parts,
-            streamed_bytes=gpu.streamed_bytes,
+            moved=gpu.moved,
             guides=self.guides,
             arrived=gpu.arrived,
         )  # fmt: skip
@@ -180,7 +92,8 @@ class _GpuBackend:
     def warm(self, config: ModelConfig) -> None:
         self._gpu.warm(config)
 
-    def open(self, model: str, path: Path) -> Weights:
+    def open(self, spec: ModelSpec, path: Path, config: ModelConfig) -> Weights:
+        model = spec.id
         pinned = self._shared.segments.begin(path)
         self._registering.add(model, pinned)
         self._names[model] = path.name
@@ -188,6 +101,10 @@ class _GpuBackend:
         if self._gpu.cache is not None:
             data = pinned.segment.data
             self._gpu.cache.add(model, data.ctypes.data, data.nbytes)
+        if self._hybrid is not None:
+            self._hybrid.attached(spec)
+            chunks = self._gpu.chunk_costs(config, self._most_tokens)
+            self._report(ChunksProfiled(model, chunks), ())
         return Weights(pinned.segment, pinned)
 
     def close(self, model: str, path: Path) -> None:
@@ -196,6 +113,8 @@ class _GpuBackend:
         self._gpu.finish()
         if self._gpu.cache is not None:
             self._gpu.cache.forget(model)
+        if self._gpu.hybrid is not None:
+            self._gpu.hybrid.forget(model)
         del self._names[model]
         self._registering.remove(model)
         self._shared.segments.close(path)
@@ -204,6 +123,8 @@ class _GpuBackend:
         return self._registering.faults()
 
     def begin(self, step: Step) -> None:
+        if self._hybrid is not None:
+            self._hybrid.begin(step)
         streaming = self._shared.streaming
         streaming.add(self._id)
         for linear in self._gpu.linears:
@@ -228,6 +149,8 @@ class _GpuBackend:
         if not computing:
             self._shared.streaming.discard(self._id)
             self._shared.note_steps(self._id, over_link=False)
+            if self._hybrid is not None:
+                self._hybrid.rests()
         if self._gpu.first_uses.go_on(idle=not len(self.executor)):
             self._notify()  # poll again at once, but take messages before
 
@@ -251,6 +174,10 @@ class _GpuBackend:
     def release(self, model: str) -> None:
         if self._gpu.loads is not None:
             self._gpu.loads.release(model)
+
+    def set_alpha(self, model: str, alpha: float) -> None:
+        assert self._gpu.hybrid is not None, f"{model}: this slice has no hybrid GEMMs"
+        self._gpu.hybrid.set_alpha(model, alpha)
 
     @property
     def waiting(self) -> bool:
@@ -282,7 +209,7 @@ class _GpuBackend:
         steps = self._shared.with_transfers(steps, self._id)
         if cache is None:
             return steps
-        counts, peers = cache.counts, self._gpu.peers
+        moved, peers = self._gpu.moved(), self._gpu.peers
         if self._gpu.loads is not None:
             loads = self._gpu.loads.counts
             steps = replace(
@@ -291,27 +218,39 @@ class _GpuBackend:
                 weight_fetches_cancelled=loads.cancelled, weight_fetches_refused=loads.refused,
             )  # fmt: skip
         return replace(
-            steps, weights_kept_bytes=cache.bytes, weights_hit_bytes=counts.hit_bytes,
-            weights_streamed_bytes=counts.streamed_bytes, weights_peer_bytes=counts.peer_bytes,
+            steps, weights_kept_bytes=cache.bytes, weights_hit_bytes=cache.counts.hit_bytes,
+            weights_streamed_bytes=moved.streamed, weights_peer_bytes=moved.peer,
+            hybrid_hbm_bytes=moved.hbm,
+            alpha_changes=0 if self._gpu.hybrid is None else self._gpu.hybrid.changes,
             weights_lent_bytes=0 if peers is None else peers.pool.bytes,
         )  # fmt: skip
+
+
+def _rates(gpu: "GpuParts") -> SliceRates:
+    """Return the rates of a slice's links and HBM."""
+    peer = 0.0 if gpu.peers is None else gpu.chooser.link_bytes_per_s("peer")
+    return SliceRates(gpu.chooser.link_bytes_per_s("host"), peer, gpu.hbm_bytes_per_s())
 
 
 class WorkerEngine:
     """The `serving.worker.slice_engine.SliceEngine` of any kind of slice. Raises `NoEngine`."""
 
     def __init__(
-        self, slice_: Slice, world: WorkerWorld, *, shared: "SharedGpu | None" = None
-    ) -> None:
-        """`shared`: the GPU resources that all slices in this process use."""
+        self, slice_: Slice, world: WorkerWorld, *, shared: "SharedGpu | None" = None,
+        hybrid_alpha: float | None = None,
+    ) -> None:  # fmt: skip
+        """`shared`: the GPU resources that all slices in this process use. `hybrid_alpha`: GEMMs of
+        a GPU slice are C2CServe's, and begin with this alpha."""
         torch.set_num_threads(1)  # the kernels have threads of their own
         torch.set_grad_enabled(False)
         share = slice_.gpu
-        self._backend: _Backend
+        self._backend: Backend
         if share is None:
-            self._backend = _CpuBackend(slice_, world)
+            self._backend = CpuBackend(slice_, world)
         else:
-            self._backend = _GpuBackend(slice_, share, world, shared or SharedGpu(share))
+            self._backend = _GpuBackend(
+                slice_, share, world, shared or SharedGpu(share), hybrid_alpha
+            )
         self._guides = self._backend.guides
         self._executor = self._backend.executor
         self._state = self._executor.poll()
@@ -325,7 +264,7 @@ class WorkerEngine:
         parsed = parse_config(config, dtype)
         self._backend.warm(parsed)
         path = Path(segment)
-        weights = self._backend.open(spec.id, path)
+        weights = self._backend.open(spec, path, parsed)
         self._paths[spec.id] = path
         decoder = Decoder(parsed, weights, spec.max_context, self._backend.device)
         self._decoders[spec.id] = decoder
@@ -359,6 +298,8 @@ class WorkerEngine:
             case Release(model):
                 self._backend.release(model)
                 self._executor.abandon(model)
+            case SetAlpha(model, alpha):
+                self._backend.set_alpha(model, alpha)
             case RunStep(step):
                 self._backend.begin(step)
                 self._executor.submit(action)

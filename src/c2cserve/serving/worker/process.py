@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Never, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from c2cserve.core.actions import SliceAction
+from c2cserve.core.actions import BaselineSliceAction, SliceAction
 from c2cserve.core.events import SliceEvent
-from c2cserve.policy.by_name import slice_policy
+from c2cserve.policy.by_name import hybrid_alpha, slice_policy
 from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.policy.slice.prefix_tier import PrefixTier
 from c2cserve.policy.slice.strategies import live_steps_in_flight
@@ -156,7 +156,8 @@ def _serve_slice() -> NoReturn:
     if config.slice.kind == "green":
         _serve_part_of_gpu(config, message, end)
     else:
-        _serve(config, channel, partial(WorkerEngine, config.slice))
+        make = partial(WorkerEngine, config.slice, hybrid_alpha=hybrid_alpha(config.policy))
+        _serve(config, channel, make)
     _end(0)
 
 
@@ -171,7 +172,8 @@ def _serve_part_of_gpu(config: WorkerConfig, message: bytes, end: socket.socket)
 
     def serve(data: bytes, channel: socket.socket) -> None:
         member = msgspec.json.decode(data, type=WorkerConfig)
-        make = partial(WorkerEngine, member.slice, shared=shared)
+        alpha = hybrid_alpha(member.policy)
+        make = partial(WorkerEngine, member.slice, shared=shared, hybrid_alpha=alpha)
         _serve(member, Channel(channel), make)
 
     name = f"c2cserve.{os.getppid()}.{share.uuid}"
@@ -230,7 +232,7 @@ def _die_with(parent: int) -> None:
         sys.exit(1)  # it ended before the line above
 
 
-def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction]:
+def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction | BaselineSliceAction]:
     if config.record_path is None:
         return no_record
     stream = f"{config.slice.id}/{config.epoch}"
@@ -239,7 +241,7 @@ def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction]:
     return Record(Path(config.record_path), stream, "slice", arguments)
 
 
-def _policy_stats(policy: SlicePolicy[Never]) -> Callable[[], SliceStats]:
+def _policy_stats(policy: SlicePolicy[BaselineSliceAction]) -> Callable[[], SliceStats]:
     def stats() -> SliceStats:
         return SliceStats(
             running=policy.running, waiting=policy.waiting, kv_used_bytes=policy.arena.held_bytes,
@@ -262,7 +264,7 @@ def _tier_stats(tier: PrefixTier | None) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _measured(policy: SlicePolicy[Never]) -> Callable[[], Sequence[Measured]]:
+def _measured(policy: SlicePolicy[BaselineSliceAction]) -> Callable[[], Sequence[Measured]]:
     def measured() -> list[Measured]:
         times = ((name, time.settled) for name, time in policy.step_times().items())
         return [Measured(name, *one) for name, one in times if one is not None]

@@ -13,6 +13,7 @@ from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
 from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.worker.gpu_relays import GpuRelays
+from c2cserve.serving.worker.hybrid_steps import LinkUse
 from c2cserve.serving.worker.transfer_stats import with_transfers
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class SharedGpu:
         self._counts: list[tuple[Port, LinkCounts]] = []
         self.streaming: set[str] = set()
         """Slices that have steps in flight: they share the link."""
+        self.link_use = LinkUse()
 
     @property
     def segments(self) -> "PinnedSegments":
@@ -68,9 +70,11 @@ class SharedGpu:
         return with_transfers(stats, self._device, self._counts)
 
     def open(
-        self, slice_: Slice, share: GpuShare, sampler: CpuOps, notify: Callable[[], None]
-    ) -> "GpuParts":
-        """Open one slice's parts of the GPU for the calling thread. Raises `NoEngine`."""
+        self, slice_: Slice, share: GpuShare, sampler: CpuOps, notify: Callable[[], None],
+        hybrid_alpha: float | None = None,
+    ) -> "GpuParts":  # fmt: skip
+        """Open one slice's parts of the GPU for the calling thread. `hybrid_alpha`: see `open_gpu`.
+        Raises `NoEngine`."""
         # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
         from c2cserve.devices.binding import BindingError, bind, find_device
         from c2cserve.devices.partitions import PartitionError, split_sms
@@ -99,6 +103,7 @@ class SharedGpu:
                     cache_policy=None if swaps else Residency(slice_.kv_bytes),
                     peers=self._peers, transfers=self._transfers,
                     host_kv_bytes=slice_.host_kv_bytes, lanes=slice_.lanes,
+                    hybrid_alpha=hybrid_alpha,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error

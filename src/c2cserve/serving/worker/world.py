@@ -15,7 +15,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from c2cserve.core.actions import Fetch, GiveUp, Recover, Release, Return, RunStep, SliceAction
+from c2cserve.core.actions import (
+    BaselineSliceAction,
+    Fetch,
+    GiveUp,
+    Recover,
+    Release,
+    Return,
+    RunStep,
+    SliceAction,
+)
 from c2cserve.core.events import (
     Activated,
     Deactivated,
@@ -347,7 +356,7 @@ class WorkerWorld:
 
     # ---- Executor -------------------------------------------------------------------------------
 
-    def submit(self, action: SliceAction) -> None:
+    def submit(self, action: SliceAction | BaselineSliceAction) -> None:
         self._times.lap("policy_seconds")
         if isinstance(action, RunStep):
             self._run(action)
@@ -356,7 +365,7 @@ class WorkerWorld:
             self._act(action)
             self._times.lap("action_seconds")
 
-    def _act(self, action: SliceAction) -> None:
+    def _act(self, action: SliceAction | BaselineSliceAction) -> None:
         match action:
             case GiveUp(model, reason, others_work):
                 self._channel.send(msg.encode(msg.Failed(model, reason, others_work)))

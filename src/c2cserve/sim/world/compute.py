@@ -191,7 +191,7 @@ class Compute:
         cached, steps = self._use_weights(model, self._step_s, 1)
         if cached < 1.0 and self._start_stream(step, model, cached, steps // _STEADY):
             return
-        alpha = self.alphas.get(step.model, 0.0) if context.hybrid else None
+        alpha = self.alphas.get(step.model, context.hybrid)
         cost = context.costs.step(step, model, simulated, cached, alpha, self._times[self._current])
         scale = spread_of(context.random, context.noise) if context.noise else 1.0
         floor_s = self._lasting(step, scale * cost.floor_s)
@@ -224,7 +224,7 @@ class Compute:
         self._took_s[current] += now - self._step_s
         self._times[current] += 1
         self._account(now - self._step_s)
-        if self._context.hybrid and self._simulated.h2d:
+        if self._context.hybrid is not None and self._simulated.h2d:
             self._measure_gemms(self._steps[current], now - self._step_s)
         self._go_on(1, self._advance(current, 1, now, 0.0))
 
@@ -281,7 +281,8 @@ class Compute:
         on its own."""
         context, simulated = self._context, self._simulated
         left = len(self._line[0].order) - self._position
-        if left < 2 or most < 2 or self._line[0].then or context.hybrid or simulated.compute:
+        hybrid, several = context.hybrid is not None, self._line[0].then
+        if left < 2 or most < 2 or several or hybrid or simulated.compute:
             return False
         times = min(
             left, most, *[seq.tracked.output - seq.tracked.sampled for _, seq in self._parts[0]]

@@ -41,8 +41,8 @@ class SimulationContext:
     random: Random
     noise: float
     """Standard deviation of the logarithm of a step's time."""
-    hybrid: bool
-    """Whether GEMMs are C2CServe's (`sim.world.costs`), with the alpha that their policy sets."""
+    hybrid: float | None
+    """The alpha that GEMMs begin with, if they are C2CServe's (`sim.world.costs`)."""
 
 
 @dataclass(slots=True)

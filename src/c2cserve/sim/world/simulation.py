@@ -96,7 +96,8 @@ class Simulation:
             self.loop.observe = self._tokens_sent
         self._context = SimulationContext(
             self.timeline, self.loops, self.network, Costs(machine.hardware.tables), self.models,
-            self, Random(settings.seed), settings.noise, settings.hybrid,
+            self, Random(settings.seed), settings.noise,
+            settings.preset.hybrid_alpha or 0.0 if settings.hybrid else None,
         )  # fmt: skip
 
     @property

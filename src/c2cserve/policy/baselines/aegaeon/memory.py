@@ -14,8 +14,10 @@ from c2cserve.policy.weights.weight_memory import WeightMemory
 from c2cserve.policy.weights.weight_swapping import WeightSwapping
 
 
-def aegaeon_memory(arena: KvArena, slice_: Slice) -> WeightMemory:
-    return TurnSwapping(arena, slice_) if slice_.swaps_weights else TurnsInPlace(arena)
+def aegaeon_memory(arena: KvArena, slice_: Slice, *, streams: bool) -> WeightMemory:
+    """Return the rules of weights. `streams`: they are never loaded."""
+    loads = slice_.swaps_weights and not streams
+    return TurnSwapping(arena, slice_) if loads else TurnsInPlace(arena)
 
 
 class TurnsInPlace(WeightMemory):

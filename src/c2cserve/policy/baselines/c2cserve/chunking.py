@@ -5,21 +5,13 @@ keeps the link, the slice and its HBM busy longest, and requests that share them
 *smallest* chunk that still meets the target disturbs least. The paper's TTFT is the time of one
 chunk; a prompt of `n` chunks leaves TTFT / n to each.
 
-The paper also bounds what a chunk asks of HBM, (gamma_X * S_X + gamma_O * S_O) / TTFT. Step times
-are measured here, and what HBM does not permit makes them longer. So there is no such bound.
+What a chunk asks of HBM, (gamma_X * S_X + gamma_O * S_O) / TTFT, must not exceed the slice's
+bandwidth. With both divided by it: HBM is busy no longer than the chunk may take.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkCost:
-    """One line of the profile of a model on one size of slice: a step of `tokens` prompt tokens
-    takes `step_s`."""
-
-    tokens: int
-    step_s: float
+from c2cserve.core.events import ChunkCost
 
 
 def smallest_chunk(profile: Iterable[ChunkCost], prompt_tokens: int, ttft_s: float) -> int | None:
@@ -28,6 +20,6 @@ def smallest_chunk(profile: Iterable[ChunkCost], prompt_tokens: int, ttft_s: flo
     in any order."""
     for cost in sorted(profile, key=lambda line: line.tokens):
         chunks = -(-prompt_tokens // cost.tokens)
-        if cost.step_s <= ttft_s / chunks:
+        if max(cost.step_s, cost.hbm_s) <= ttft_s / chunks:
             return cost.tokens
     return None

@@ -142,6 +142,14 @@ class Chooser:
         ]
         return sorted(found, key=lambda estimate: estimate.predicted_s)
 
+    def estimate(self, question: Question, dataflow: DataflowName, tiles: Tiles) -> Estimate:
+        """Return the time of one dataflow, whether or not it is a candidate. Raises as `pick`."""
+        return self._corrections.estimate(question, dataflow, tiles)
+
+    def hbm_bytes_per_s(self, sms: int) -> float:
+        """Return the rate at which so many SMs read HBM, while nothing else does."""
+        return 1.0 / self._rates.hbm_s(1.0, 0.0, sms)
+
     def link_bytes_per_s(self, home: Home) -> float:
         """Return the copy engines' rate from a home, all slices together.
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
+from c2cserve.core.tensors import HalfDtype
 from c2cserve.kernels.gpu.aot.variants import DTYPES, Variant
 from c2cserve.kernels.gpu.gemm.choice.cost import KernelModel, Question, Speeds, cublas_s, tiled_s
 from c2cserve.kernels.gpu.gemm.dataflow import (
@@ -32,10 +33,22 @@ _VARIANTS = [
     for partial in (4, 2)
 ]
 _BUILT = tiles_of(_VARIANTS)
+SERVED: tuple[Variant, ...] = tuple(
+    one for one in _VARIANTS if one.partial_bytes == 4 and one.kp == 256
+)
+"""The kernels of `served_tiles`."""
 
 
 def _least(q: Question) -> list[Tiles]:
     return covers(fitting(_BUILT[q.dtype], q.sms), q.m) if streams(q) else []
+
+
+def served_tiles(dtype: HalfDtype, rows: int, alpha: float) -> Tiles:
+    """Return the tiles that `hybrid_linear.HybridLinear` launches for so many rows of X.
+
+    Tall ones read W least often, and none is taller than it has to be (figure 8 of the paper).
+    """
+    return replace(covers(list(_BUILT[dtype]), rows)[0], alpha=alpha)
 
 
 def _sym_candidates(q: Question) -> Iterator[Tiles]:
