@@ -274,7 +274,7 @@ def open_gpu(
 
 
 def _streams(device: int, partition: Partition | None, lanes: int) -> list[torch.cuda.Stream]:
-    """Make the calling thread one of the device. Return the lanes' streams: the first is its own."""
+    """Make the calling thread one of the device. Return the lanes' streams; its own is first."""
     torch.cuda.set_device(device)
     assert lanes == 1 or partition is None, "the lanes of a partition would need streams of it"
     streams = lane_streams(device, lanes) if partition is None else [partition.stream]
