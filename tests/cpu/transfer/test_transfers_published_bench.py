@@ -19,7 +19,9 @@ def test_every_part_on_links_that_are_a_thread(monkeypatch: pytest.MonkeyPatch) 
     sizes = {(row["mib"], row["what"]) for row in results["sizes"]}
     assert sizes == {(mib, way) for mib in (1, 16) for way in ("in", "out")}
     assert [row["links"] for row in results["paths"]] == [1, 1, 2, 2]
-    assert all(rate > 0 for rate in results["beside"]["plain"].values())
+    beside = results["beside"]["plain"]  # plain copies may end in no short time
+    assert min(beside["engine_gb_per_s"], beside["engine_alone_gb_per_s"]) > 0
+    assert min(beside.values()) >= 0
     assert min(results["beside"]["engines"]["gb_per_s_each"]) > 0
     balance = {(row["way"], row["beside"]) for row in results["balance"]}
     assert balance == {
