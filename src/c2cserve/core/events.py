@@ -149,6 +149,14 @@ class Profiled:
 
 
 @value
+class InstanceLoading:
+    """The slice has begun to load the instance's weights. `InstanceReady` is when it has ended."""
+
+    model: str
+    slice_id: str
+
+
+@value
 class InstanceReady:
     """The instance computes from now on: its weights are in the slice's memory after a load of
     `took_s`, or stream after all. It comes again after each load."""
@@ -222,11 +230,11 @@ RequestEvent = FirstToken | Progressed | Finished | Cancelled
 ClusterEvent = (
     Arrived | Cancelled | FirstToken | Progressed | Finished | SliceUp | SliceLost | ModelAdded
     | ModelUsable | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Profiled
-    | InstanceReady | KvResized | TokensSent | Recalled | InstanceFailed | InstanceRecovered
-    | Returned | ModelWanted | Draining
+    | InstanceLoading | InstanceReady | KvResized | TokensSent | Recalled | InstanceFailed
+    | InstanceRecovered | Returned | ModelWanted | Draining
 )  # fmt: skip
 
-InstanceEvent = StepTimes | Profiled | InstanceReady | KvResized | TokensSent
+InstanceEvent = StepTimes | Profiled | InstanceLoading | InstanceReady | KvResized | TokensSent
 """What instances on slices report of themselves."""
 
 # ---- slice ----------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self._lanes = Lanes(slice_.lanes)
         self._times: dict[tuple[str, Lane], StepTime] = {}
         """Step times of all models that ever were active here, in each lane."""
+        self._came: list[Seq] = []
+        """Requests since the last decision: no clock is read in between."""
         self._faults = Faults()
         self._step_ids = count(1)
         self._keys = count(1)
@@ -83,6 +85,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             case ev.Submitted(request, chained):
                 model = self._models[request.model]
                 seq = self._seqs[request.id] = model.add(request, chained)
+                self._came.append(seq)
                 self._shares.entered(request.tenant)
                 self._weights.requested(request.model, request.arrival_s)
                 if model.given_up:
@@ -236,6 +239,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def decide(self, now: float) -> Sequence[SliceAction | ExtraT]:
         self._now = now
+        for seq in self._came:
+            seq.sent_s = now
+        self._came.clear()
         self._shares.refresh(now)
         self._actions += self._weights.plan(now, self._in_flight.models())
         self.wakeup = self._weights.wakeup
