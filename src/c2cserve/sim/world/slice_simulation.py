@@ -263,6 +263,7 @@ class SliceSimulation:
 
     def _release(self, name: str) -> None:
         if not self._blocked(name):
+            self._interrupt()  # what was parked goes behind one step, not behind a run of them
             for run in self._waiting.pop(name, ()):
                 if run.step.id in self._arriving:  # most of its kernels are launched
                     self._launched(run)
