@@ -249,8 +249,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         if self._rotation is not None and any(self._may_launch(lane, now) for lane in lanes):
             seqs = self._in_hbm_or_ready()
             self._make_way_for(self._rotation.plan(seqs, now, self._weights.needed_bytes))
-        running = self._in_flight.running
-        if self._lookahead is not None and not running and not self._shares.greedy:
+        if self._lookahead is not None and not self._in_flight and not self._shares.greedy:
             self._launch_several(self._lookahead, now)
         self._lanes.short = None
         for lane in lanes:
@@ -326,10 +325,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _launch_several(self, lookahead: Lookahead, now: float) -> None:
         """Launch several decode steps at once, where single decisions would come to the same."""
-        models = [
-            m for m in self._models.values()
-            if m.seqs and self._weights.computes(m.name) and not self._in_flight.of(m)
-        ]  # fmt: skip
+        models = [m for m in self._models.values() if m.seqs and self._weights.computes(m.name)]
         assert len(self._lanes.late_ran) == 1, "lanes end in any order, which none foresees"
         late_ran = self._lanes.late_ran["resident"]
         steps = lookahead.decide(models, self._step_ids, now, late_ran)

@@ -247,7 +247,7 @@ class SliceSimulation:
         since_s, _ = self._loading.pop(name)
         now = self._context.timeline.now
         took_s = now - since_s
-        layers = self.active[name].spec.layers
+        layers = self._context.models[name].spec.layers  # it may have been deactivated meanwhile
         for run in self._waiting.get(name, ()):
             self._arriving.arrived(run.step, since_s, now, layers)
         self._release(name)
@@ -263,7 +263,6 @@ class SliceSimulation:
 
     def _release(self, name: str) -> None:
         if not self._blocked(name):
-            self._interrupt()  # what was parked goes behind one step, not behind a run of them
             for run in self._waiting.pop(name, ()):
                 if run.step.id in self._arriving:  # most of its kernels are launched
                     self._launched(run)
