@@ -28,7 +28,7 @@ class PlacedRequest:
     """What it is expected to take of the slice's memory in the end."""
     sent_s: float = 0.0
     excused_s: float = 0.0
-    """For how long its model was loaded while it waited, where its targets excuse that."""
+    """How long its model was loaded while it waited, where its targets excuse that."""
     first_s: float | None = None
     """When it got its first token here."""
     displaced: bool = False

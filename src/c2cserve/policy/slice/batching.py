@@ -26,7 +26,7 @@ class Seq:
     sent_s: float = inf
     """When it was seen here first."""
     excused_s: float = 0.0
-    """For how long its model was loaded while it waited, where its targets excuse that."""
+    """How long its model was loaded while it waited, where its targets excuse that."""
     drawing: int = 0
     """Tokens that steps in flight will draw."""
     computed: int = 0

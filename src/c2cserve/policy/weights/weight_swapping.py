@@ -13,8 +13,8 @@ loaded again. Models without requests go at once. While there is room, none wait
 
 A model that computes always has a step in flight where a slice may have two. So victims get no new
 steps from when they are chosen. When their last steps have ended they are released, and the load
-begins. The choice stands until then, or until its reason is gone: the model that waits needs no
-weights any more, or a victim's new request is due too soon. Steps in flight are part of a load:
+begins. The choice stands until then, or until its reason is gone. Either the model that waits needs
+no weights any more, or a victim's new request is due too soon. Steps in flight are part of a load:
 
     the first load begins at b_1 - the time that steps of its victims still take
 

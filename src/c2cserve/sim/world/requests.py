@@ -35,7 +35,7 @@ class TrackedRequest:
     late_s: float = float("-inf")
     """The largest delay of a token after SLINFER's equation 1; negative: all were in time."""
     grace_s: float = 0.0
-    """For how long its model was loaded while it waited for its first token, where its targets
+    """How long its model was loaded while it waited for its first token, where its targets
     excuse that."""
     ending: Ending = ""
     status: int = 0
