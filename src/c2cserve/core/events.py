@@ -1,7 +1,6 @@
 """Everything policies are told. Events are also the record and the wire format.
 
-Two loops run the same waist: the controller's (`policy.cluster`) and each slice's
-(`policy.slice`).
+Two loops run the same waist: the controller's (`policy.cluster`), and each slice's in `policy`.
 """
 
 from c2cserve.core.actions import Direction
@@ -157,6 +156,14 @@ class Profiled:
 
 
 @value
+class InstanceLoading:
+    """The slice has begun to load the instance's weights. `InstanceReady` is when it has ended."""
+
+    model: str
+    slice_id: str
+
+
+@value
 class InstanceReady:
     """The instance computes from now on: its weights are in the slice's memory after a load of
     `took_s`, or stream after all. It comes again after each load."""
@@ -230,11 +237,11 @@ RequestEvent = FirstToken | Progressed | Finished | Cancelled
 ClusterEvent = (
     Arrived | Cancelled | FirstToken | Progressed | Finished | SliceUp | SliceLost | ModelAdded
     | ModelUsable | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Profiled
-    | InstanceReady | KvResized | TokensSent | Recalled | InstanceFailed | InstanceRecovered
-    | Returned | ModelWanted | ModelUsed | Draining
+    | InstanceLoading | InstanceReady | KvResized | TokensSent | Recalled | InstanceFailed
+    | InstanceRecovered | Returned | ModelWanted | ModelUsed | Draining
 )  # fmt: skip
 
-InstanceEvent = StepTimes | Profiled | InstanceReady | KvResized | TokensSent
+InstanceEvent = StepTimes | Profiled | InstanceLoading | InstanceReady | KvResized | TokensSent
 """What instances on slices report of themselves."""
 
 # ---- slice ----------------------------------------------------------------------------------

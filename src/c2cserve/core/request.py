@@ -14,6 +14,8 @@ class Slo:
 
     ttft_s: float = 1.0
     tpot_s: float = 0.1
+    excuses_loads: bool = False
+    """The time to the first token does not count while a slice loads the model for the request."""
 
 
 def blocks_of(tokens: int) -> int:
@@ -52,6 +54,11 @@ class Request:
     @property
     def first_token_due_s(self) -> float:
         return self.arrival_s + self.slo.ttft_s
+
+    @property
+    def excuses_loads(self) -> bool:
+        """Whether its first token is still to come, and may wait for a load."""
+        return self.slo.excuses_loads and not self.sent
 
 
 @value

@@ -89,7 +89,7 @@ class Report:
 
 
 def in_time(tracked: TrackedRequest) -> bool:
-    return tracked.first_s >= 0 and tracked.ttft_s <= tracked.request.slo.ttft_s
+    return tracked.first_s >= 0 and tracked.ttft_s <= tracked.request.slo.ttft_s + tracked.grace_s
 
 
 def on_pace(tracked: TrackedRequest) -> bool:

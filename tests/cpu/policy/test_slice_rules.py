@@ -92,6 +92,22 @@ def test_a_chunk_shrinks_so_that_running_requests_keep_their_pace() -> None:
     assert step.tokens - 1 == pytest.approx((0.1 - 0.02) / 0.002, abs=2)
 
 
+def test_models_with_prompts_share_the_time_that_one_chunk_may_take() -> None:
+    """They take turns, so a client waits for the chunks of all of them."""
+    hand = Hand("a", "b", tokens=64, slabs=200)
+    hand.now = 50.0  # late: nobody has lead to lose
+    slo = Slo(1.0, 0.1)
+    step = hand.step(Submitted(request("d", "a", new=90, slo=slo)))
+    step = hand.step(hand.done(step, 0.002 * 20))
+    asked = [Submitted(request(name, name, prompt=1000, slo=slo)) for name in "ab"]
+    step = hand.step(hand.done(step, 0.001), *asked)
+    chunks: dict[str, int] = {}
+    for _ in range(40):  # 2 ms per prompt token
+        chunks[step.model] = sum(part.tokens for part in step.seqs if not part.emits)
+        step = hand.step(hand.done(step, 0.001 + 0.002 * chunks[step.model]))
+    assert chunks == {"a": pytest.approx(25, abs=2), "b": pytest.approx(25, abs=2)}
+
+
 def test_a_step_leaves_newcomers_half_of_their_time() -> None:
     for ttft_s, chunk in ((1.0, 50), (0.4, 20), (30.0, 64)):
         hand = Hand(tokens=64, slabs=64)

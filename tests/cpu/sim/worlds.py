@@ -58,7 +58,7 @@ def world(seed: int, preset: str | None = None, recorders: Recorders = no_record
         machine,
         models,
         requests(random, models, count, rate),
-        lambda prompt: Slo(random.choice((0.5, 2.0)), 0.1),
+        lambda prompt: Slo(random.choice((0.5, 2.0)), 0.1, excuses_loads=seed % 3 == 0),
         Settings(
             preset=chosen,
             seed=seed,

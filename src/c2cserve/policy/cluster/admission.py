@@ -193,8 +193,10 @@ class Admission:
         if (sent := self._sent.pop(request_id, None)) is None:
             return
         request, sent_s, slice_id = sent
-        late = after_s > request.slo.ttft_s
-        self._starts.started(slice_id, after_s / request.slo.ttft_s, sent_s)
+        load = self._slices.get(slice_id)
+        counted_s = after_s - (0.0 if load is None else load.excused_s(request))
+        late = counted_s > request.slo.ttft_s
+        self._starts.started(slice_id, counted_s / request.slo.ttft_s, sent_s)
         self._begun[request_id] = request, sent_s, request.arrival_s + after_s
         if self.overload and not request.sent:
             self.share.note(late=late)

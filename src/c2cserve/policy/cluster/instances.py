@@ -9,8 +9,16 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
 from c2cserve.policy.cluster.quantify import Learned, StepTable, Times
-from c2cserve.policy.cluster.slice_load import Outputs, Placement, SliceLoad, expected_kv_bytes
+from c2cserve.policy.cluster.slice_load import (
+    Instance,
+    Outputs,
+    Placement,
+    SliceLoad,
+    expected_kv_bytes,
+)
 from c2cserve.policy.cluster.strategies import ExtraT, InstanceRules
+
+Changed = ev.InstanceLoading | ev.InstanceReady | ev.KvResized
 
 
 class Instances(Generic[ExtraT]):
@@ -30,6 +38,8 @@ class Instances(Generic[ExtraT]):
         """Dispatched request -> model, slice."""
         self.recalled: dict[str, str] = {}
         """Request that is on its way back -> model."""
+        self._began: list[Instance] = []
+        """Those whose load has begun since the last tick: no clock is read in between."""
         self._profiles: dict[str, dict[str, Times]] = {}
         """Slice -> model -> times."""
 
@@ -63,11 +73,23 @@ class Instances(Generic[ExtraT]):
                 self._measured(event)
             case ev.Profiled():
                 self._profiled(event)
-            case ev.InstanceReady() | ev.KvResized():
+            case ev.InstanceLoading() | ev.InstanceReady() | ev.KvResized():
                 load = self.slices.get(event.slice_id)
                 instance = None if load is None else load.active.get(event.model)
                 if load is not None and instance is not None:
-                    self._actions += self._rules.changed(load, instance, event)
+                    self._changed(load, instance, event)
+
+    def _changed(self, load: SliceLoad, instance: Instance, event: Changed) -> None:
+        match event:
+            case ev.InstanceLoading():
+                self._began.append(instance)
+                return
+            case ev.InstanceReady(_, _, took_s):
+                self._began = [one for one in self._began if one is not instance]
+                load.loaded(instance, took_s)
+            case _:
+                pass
+        self._actions += self._rules.changed(load, instance, event)
 
     def _tokens_sent(self, event: ev.TokensSent) -> None:
         for request_id, tokens in event.requests:
@@ -109,8 +131,9 @@ class Instances(Generic[ExtraT]):
         return model
 
     def send(
-        self, request: Request, spec: ModelSpec, placement: Placement, *, displaced: bool = False
-    ) -> None:
+        self, request: Request, spec: ModelSpec, placement: Placement, now: float,
+        *, displaced: bool = False,
+    ) -> None:  # fmt: skip
         load = self.slices[placement.slice_id]
         for unused in placement.deactivate:
             self.deactivate(load, unused)
@@ -121,7 +144,7 @@ class Instances(Generic[ExtraT]):
         else:
             self._actions += self._rules.joined(load, load.active[spec.id], placement)
         mean = self._outputs.mean(spec.id)
-        load.add(request, expected_kv_bytes(request, spec, mean), displaced=displaced)
+        load.add(request, expected_kv_bytes(request, spec, mean), displaced=displaced, now=now)
         self.where[request.id] = (spec.id, load.slice.id)
         dispatch = act.Dispatch(request.id, load.slice.id)
         delayed = load.active[spec.id].delayed
@@ -161,6 +184,9 @@ class Instances(Generic[ExtraT]):
 
     def refresh(self, now: float) -> bool:
         """Give memory back and end instances whose time is over. True: a slice has more room."""
+        for instance in self._began:
+            instance.loading_s = now
+        self._began.clear()
         self._actions += self._rules.shrink(now)
         ended = False
         for load, instance in self._rules.expired(now):

@@ -134,4 +134,5 @@ def _swappable(ask: Ask, load: SliceLoad, sizes: list[int], free: float) -> bool
         return False
     loading = sum(one.spec.weight_bytes for one in load.busy() if not one.ready)
     left_s = ask.request.first_token_due_s - ask.now
-    return loading <= max(0.0, left_s * load.slice.load_bytes_per_s - sizes[-1])
+    own = 0 if ask.request.slo.excuses_loads else sizes[-1]
+    return loading <= max(0.0, left_s * load.slice.load_bytes_per_s - own)

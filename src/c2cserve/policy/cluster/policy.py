@@ -93,7 +93,7 @@ class ClusterPolicy(Generic[ExtraT]):
                 self._slice_lost(slice_id, displaced)
             case ev.Draining():
                 self._draining = True
-            case ev.StepTimes() | ev.TokensSent():
+            case ev.StepTimes() | ev.TokensSent() | ev.InstanceLoading():
                 self._instances.apply(event)
             case ev.Profiled() | ev.InstanceReady() | ev.KvResized():
                 self._instances.apply(event)
@@ -371,7 +371,7 @@ class ClusterPolicy(Generic[ExtraT]):
         self._queue.remove(request.id)
         self._shares.dispatched(request, self._outputs.mean(model.spec.id))
         self._admission.sent(request, placement.slice_id, now)
-        self._instances.send(request, model.spec, placement, displaced=displaced)
+        self._instances.send(request, model.spec, placement, now, displaced=displaced)
         model.running += 1
         model.used(now)
 

@@ -26,6 +26,9 @@ class PlacedRequest:
     request: Request
     kv_bytes: float = 0.0
     """What it is expected to take of the slice's memory in the end."""
+    sent_s: float = 0.0
+    excused_s: float = 0.0
+    """How long its model was loaded while it waited, where its targets excuse that."""
     first_s: float | None = None
     """When it got its first token here."""
     displaced: bool = False
@@ -38,7 +41,7 @@ class PlacedRequest:
         """When the first token it gets here is due (equation 1 of SLINFER with those sent
         before)."""
         request = self.request
-        return request.first_token_due_s + request.slo.tpot_s * request.sent
+        return request.first_token_due_s + self.excused_s + request.slo.tpot_s * request.sent
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +59,8 @@ class Instance:
     times: Times = UNKNOWN
     ready: bool = True
     """Its weights need not be loaded first, or they are."""
+    loading_s: float | None = None
+    """Since when its weights are being loaded. None: they are not."""
     streams: bool = False
     """Its weights cross the slice's link with each step, and so take none of its memory."""
     stream_step_s: float = 0.0
@@ -73,6 +78,12 @@ class Instance:
 
     def changed(self) -> None:
         self._step_s = None
+
+    def due_s(self, job: PlacedRequest, now: float) -> float:
+        """Return when a request's first token is due, if a load that is under way ends now."""
+        if self.loading_s is None or not job.request.excuses_loads:
+            return job.due_s
+        return job.due_s + max(0.0, now - max(self.loading_s, job.sent_s))
 
     def step_s(self) -> float:
         """Return the seconds of its decode step, which is kept until something changes."""
@@ -162,6 +173,12 @@ class SliceLoad:
     def is_cpu(self) -> bool:
         return self.slice.kind == "cpu"
 
+    def excused_s(self, request: Request) -> float:
+        """Return how much of its wait for a first token does not count."""
+        instance = self.active.get(request.model)
+        job = None if instance is None else instance.jobs.get(request.id)
+        return 0.0 if job is None else job.excused_s
+
     def busy(self) -> Iterator[Instance]:
         return (one for one in self.active.values() if one.jobs)
 
@@ -219,12 +236,25 @@ class SliceLoad:
             self.active[model].times = times
             self.active[model].changed()
 
-    def add(self, request: Request, kv_bytes: float = 0.0, *, displaced: bool = False) -> None:
+    def loaded(self, instance: Instance, took_s: float) -> None:
+        """Note the end of a load."""
+        since_s, instance.loading_s = instance.loading_s, None
+        if since_s is None:
+            return
+        self._work = None
+        for job in instance.pending.values():
+            if job.request.excuses_loads:
+                job.excused_s += min(took_s, max(0.0, since_s + took_s - job.sent_s))
+
+    def add(
+        self, request: Request, kv_bytes: float = 0.0, *, displaced: bool = False,
+        now: float = 0.0,
+    ) -> None:  # fmt: skip
         self._work = None
         instance = self.active[request.model]
         instance.changed()
         self.unused -= not instance.jobs
-        job = PlacedRequest(request, kv_bytes, displaced=displaced)
+        job = PlacedRequest(request, kv_bytes, now, displaced=displaced)
         instance.jobs[request.id] = instance.pending[request.id] = job
         self.kv_bytes += kv_bytes
         instance.used += 1

@@ -103,11 +103,13 @@ class Starts:
         """Return those of a slice's requests whose first token will be late behind the others."""
         one = self._slices.get(load.slice.id)
         rate = one.started if one is not None and not one.trusted else Throughput()
-        pending = [job for each in load.busy() for job in each.pending.values()]
+        pending = [
+            (each.due_s(job, now), job) for each in load.busy() for job in each.pending.values()
+        ]
         ahead, found = 0, list[PlacedRequest]()
-        for job in sorted(pending, key=lambda job: job.due_s):
+        for due_s, job in sorted(pending, key=lambda one: one[0]):
             request = job.request
-            late_s = now - request.first_token_due_s
+            late_s = now - due_s
             if ahead >= MANY:  # else its prompt may be under way
                 late_s += rate.wait_s(ahead) + _MARGIN * request.slo.ttft_s
             if late_s > 0.0 and not job.displaced:

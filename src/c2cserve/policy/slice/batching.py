@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 
 from c2cserve.core.request import Request
@@ -22,6 +23,10 @@ class Seq:
     """Known tokens: prompt and drawn."""
     due_s: float
     """When the next token that no step is drawing yet is late."""
+    sent_s: float = inf
+    """When it was seen here first."""
+    excused_s: float = 0.0
+    """How long its model was loaded while it waited, where its targets excuse that."""
     drawing: int = 0
     """Tokens that steps in flight will draw."""
     computed: int = 0
@@ -58,6 +63,10 @@ class Seq:
     def busy(self) -> bool:
         """Whether its blocks are being read or written."""
         return self.in_flight > 0 or self.moves > 0
+
+    @property
+    def first_token_due_s(self) -> float:
+        return self.request.first_token_due_s + self.excused_s
 
     @property
     def suspect(self) -> bool:
@@ -131,6 +140,8 @@ class ActiveModel:
     ttft_s: float = float("inf")
     tpot_s: float = float("inf")
     """The strictest of its requests' targets since it last had none."""
+    loading_s: float = 0.0
+    """When its last load began."""
 
     def add(self, request: Request, chained: bool) -> Seq:
         if not self.seqs:
@@ -141,12 +152,25 @@ class ActiveModel:
         self.seqs[request.id] = seq
         return seq
 
+    def loaded(self, took_s: float) -> None:
+        """Note the end of a load."""
+        for seq in self.seqs.values():
+            if seq.request.excuses_loads and seq.length == seq.request.prompt_len:
+                excused_s = min(took_s, max(0.0, self.loading_s + took_s - seq.sent_s))
+                seq.excused_s += excused_s
+                seq.due_s += excused_s
+
     def first(self) -> float:
         """Return the rank of the request that should go first."""
         return min(map(self.rank, self.seqs.values()))
 
     def most_urgent_due_s(self) -> float:
         return min(map(BY_HEADROOM, self.seqs.values()))
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt waits or is under way."""
+        return any(seq.issued < seq.expected - 1 for seq in self.seqs.values())
 
     def line_up(self, now: float) -> "Line":
         """Return its decodes and its prefills, by rank. A decode is ready for its next single
@@ -180,7 +204,7 @@ class ActiveModel:
         if self.rank is not BY_HEADROOM or seq.request.sent or seq.length > seq.request.prompt_len:
             return False
         slo = seq.request.slo
-        return 0.0 < now - seq.request.first_token_due_s <= _YIELDS * slo.ttft_s
+        return 0.0 < now - seq.first_token_due_s <= _YIELDS * slo.ttft_s
 
 
 Line = tuple[list[Seq], list[Seq]]
@@ -233,15 +257,22 @@ def chunk_tokens(
 ) -> int:
     """Return the prefill tokens that may go into a step beside so many decodes. No client of a
     model that runs on the slice may have to wait for them. Nothing can start before a step ends, so
-    a new request must still have half of its time for the first token."""
-    allowed_s = float("inf")
+    a new request must still have half of its time for the first token.
+
+    Models take turns, and each that has prompts computes a chunk in its turn. So together these
+    take no longer than one step may: else a client would wait for the chunks of all."""
+    allowed_s, running, computing = float("inf"), False, 0
     for model in models:
         if not model.seqs:
             continue
         allowed_s = min(allowed_s, model.ttft_s / 2)
         if model.started:
+            running = True
             headroom_s = model.most_urgent_due_s() - now
             allowed_s = min(allowed_s, allowed_step_s(headroom_s, model.tpot_s))
+        computing += model.has_prompts
+    if running and computing > 1:
+        allowed_s /= computing
     return time.chunk(decodes, allowed_s, min(_CHUNK_MIN, most), most)
 
 

@@ -64,7 +64,8 @@ class Faults:
 def set_apart(seq: Seq) -> None:
     """Have a request run alone for a while, because a step that it had a part in failed."""
     request = seq.request
-    seq.due_s = due_s(request, request.sent + seq.length - request.prompt_len)
+    tokens_out = request.sent + seq.length - request.prompt_len
+    seq.due_s = due_s(request, tokens_out) + seq.excused_s
     seq.failures += 1
     seq.alone_until = seq.length + _ALONE_TOKENS * _ALONE_GROWTH ** (seq.failures - 1)
     seq.model.suspects = True

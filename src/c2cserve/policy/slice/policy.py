@@ -46,6 +46,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self._lanes = Lanes(slice_.lanes)
         self._times: dict[tuple[str, Lane], StepTime] = {}
         """Step times of all models that ever were active here, in each lane."""
+        self._came: list[Seq] = []
+        """Requests since the last decision: no clock is read in between."""
         self._faults = Faults()
         self._step_ids = count(1)
         self._keys = count(1)
@@ -85,6 +87,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             case ev.Submitted(request, chained):
                 model = self._models[request.model]
                 seq = self._seqs[request.id] = model.add(request, chained)
+                self._came.append(seq)
                 self._shares.entered(request.tenant)
                 self._weights.requested(request.model, request.arrival_s)
                 if model.given_up:
@@ -239,6 +242,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def decide(self, now: float) -> Sequence[SliceAction | ExtraT]:
         self._now = now
+        for seq in self._came:
+            seq.sent_s = now
+        self._came.clear()
         self._shares.refresh(now)
         self._actions += self._weights.plan(now, self._in_flight.models())
         self.wakeup = self._weights.wakeup
@@ -246,8 +252,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         if self._rotation is not None and any(self._may_launch(lane, now) for lane in lanes):
             seqs = self._in_hbm_or_ready()
             self._make_way_for(self._rotation.plan(seqs, now, self._weights.needed_bytes))
-        running = self._in_flight.running
-        if self._lookahead is not None and not running and not self._shares.greedy:
+        if self._lookahead is not None and not self._in_flight and not self._shares.greedy:
             self._launch_several(self._lookahead, now)
         self._lanes.short = None
         for lane in lanes:
@@ -323,12 +328,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _launch_several(self, lookahead: Lookahead, now: float) -> None:
         """Launch several decode steps at once, where single decisions would come to the same."""
-        parked = len(self._in_flight) > 0
-        models = [
-            m for m in self._models.values()
-            if m.seqs and self._weights.computes(m.name)
-            and not (parked and self._in_flight.of(m))
-        ]  # fmt: skip
+        models = [m for m in self._models.values() if m.seqs and self._weights.computes(m.name)]
         assert len(self._lanes.late_ran) == 1, "lanes end in any order, which none foresees"
         late_ran = self._lanes.late_ran["resident"]
         steps = lookahead.decide(models, self._step_ids, now, late_ran)

@@ -4,29 +4,27 @@ Weights that are kept are loaded as a whole, and dropping them costs nothing: ho
 A slice that has them draws tokens several times as fast as a client reads. So a model's requests
 run ahead, wait while its weights are absent (their KV stays), and go on before a client notices.
 The next token of an absent model is due at d_m (SLINFER's equation 1), and loading the model takes
-l_m. Loads follow one another, most urgent first. Over the absent models in order of d_1 <= d_2 ...,
-the latest start that brings all in time is
+l_m. Loads follow one another. Over the absent models, d_1 <= d_2 ..., the latest start in time is
 
     b_k = min(d_k, b_k+1) - l_k          the first load begins at b_1
 
 Then the resident models that will be missed last make room, if they can be absent until they are
 loaded again. Models without requests go at once. While there is room, none waits.
 
-A slice may have two steps in flight, so a model that computes always has one. Victims get no new
+A model that computes always has a step in flight where a slice may have two. So victims get no new
 steps from when they are chosen. When their last steps have ended they are released, and the load
 begins. The choice stands until then, or until its reason is gone. Either the model that waits needs
-no weights any more, or a new request of a victim is due too soon. So steps in flight are part of a
-load's time:
+no weights any more, or a victim's new request is due too soon. Steps in flight are part of a load:
 
     the first load begins at b_1 - the time that steps of its victims still take
 
-While all are far ahead they do not take turns: the model that makes room soonest and for longest
-runs until it is done (`favourite`).
+While all are far ahead, the model that makes room soonest and for longest runs until it is done
+(`favourite`).
 
-A load may be refused: these books count slabs, and the free ones may lie in pieces that are too
-small for a matrix. The model asks again, with more room. If that does not help either, it streams
-until KV has made way (`_reconsider`). So does a model that has a request whose KV does not fit
-beside the weights (`_make_way_for_long`)."""
+A load may be refused: free slabs may lie in pieces that are too small for a matrix. The model asks
+again, with more room. If that does not help either, it streams until KV has made way
+(`_reconsider`). So does a model with a request whose KV does not fit beside the weights
+(`_make_way_for_long`)."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -158,6 +156,7 @@ class WeightSwapping(WeightMemory):
         one = self._weights.get(name)
         if one is not None and one.state == "loading":
             one.tries = 0
+            one.model.loaded(took_s)
             self._put(one, "resident")
             rate = one.size / max(took_s, 1e-6)
             self._bytes_per_s += _WEIGHT * (rate - self._bytes_per_s)
@@ -328,6 +327,7 @@ class WeightSwapping(WeightMemory):
     def _bring(self, one: ModelWeights, victims: Iterable[ModelWeights]) -> list[Fetch | Release]:
         actions: list[Fetch | Release] = [self._release(other) for other in victims]
         self._put(one, "loading")
+        one.model.loading_s = self._now
         self._withhold()
         return [*actions, Fetch(one.model.name)]
 

@@ -60,14 +60,19 @@ class Outcome:
         return self.met / max(1, self.requests)
 
 
+def judged_by(prompt: int) -> Slo:
+    """Return the targets that requests are judged by."""
+    return replace(slo_rule("slinfer")(prompt), excuses_loads=True)
+
+
 def target(prompt: int) -> Slo:
     """Return the targets that policies see."""
-    slo = slo_rule("slinfer")(prompt)
-    return Slo(_AIM * slo.ttft_s, _AIM * slo.tpot_s)
+    slo = judged_by(prompt)
+    return replace(slo, ttft_s=_AIM * slo.ttft_s, tpot_s=_AIM * slo.tpot_s)
 
 
 def met(tracked: TrackedRequest) -> bool:
-    slo = slo_rule("slinfer")(tracked.request.prompt_len)
+    slo = judged_by(tracked.request.prompt_len)
     in_time = tracked.sampled > 0 and tracked.ttft_s <= slo.ttft_s + tracked.grace_s
     return tracked.ending == "finished" and in_time and tracked.tpot_s <= slo.tpot_s
 

@@ -74,8 +74,7 @@ class Compute:
         self._streams = 0.0
         """Bytes of weights that each step of the burst brings over the link."""
         self._found: dict[str, tuple[float, int]] = {}
-        """Model -> share of its weights that its last step found here, and for how many steps this
-        share has held."""
+        """Model -> share of its weights that its last step found, and how many steps found that."""
         self._plan = 0
         """Number of the latest plan for the end of the step or burst; earlier plans are void."""
         self._flow: Flow | None = None

@@ -35,7 +35,8 @@ class TrackedRequest:
     late_s: float = float("-inf")
     """The largest delay of a token after SLINFER's equation 1; negative: all were in time."""
     grace_s: float = 0.0
-    """Time spent on loading its instance's weights, in systems that load."""
+    """How long its model was loaded while it waited for its first token, where its targets
+    excuse that."""
     ending: Ending = ""
     status: int = 0
     """The HTTP status of a rejection."""
@@ -61,6 +62,10 @@ class TrackedRequest:
         last_late_s = now - due_s - slo.tpot_s * (tokens - 1)
         if last_late_s > self.late_s:
             self.late_s = last_late_s
+
+    @property
+    def excuses_loads(self) -> bool:
+        return self.request.slo.excuses_loads and not self.sampled
 
     @property
     def due_s(self) -> float:

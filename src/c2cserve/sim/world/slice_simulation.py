@@ -224,6 +224,7 @@ class SliceSimulation:
         paths = (self.simulated.h2d, *self.simulated.relays)
         load = PathsLoad(context.network, paths, size, self.simulated.load_bytes_per_s, done)
         self._loading[name] = context.timeline.now, load
+        context.controller.notify(ev.InstanceLoading(name, self.simulated.slice.id))
 
     def _drop_weights(self, name: str) -> None:
         if self._cache is not None:
@@ -246,12 +247,12 @@ class SliceSimulation:
         since_s, _ = self._loading.pop(name)
         now = self._context.timeline.now
         took_s = now - since_s
-        layers = self.active[name].spec.layers
+        layers = self._context.models[name].spec.layers  # it may have been deactivated meanwhile
         for run in self._waiting.get(name, ()):
             self._arriving.arrived(run.step, since_s, now, layers)
         self._release(name)
         for seq in self.seqs.values():
-            if seq.spec.id == name and not seq.tracked.sampled:
+            if seq.spec.id == name and seq.tracked.excuses_loads:
                 dispatched_s = max(seq.tracked.dispatched_s, since_s)
                 seq.tracked.grace_s += now - dispatched_s
         self._notify(ev.Fetched(name, took_s))
