@@ -168,6 +168,11 @@ def test_a_request_that_breaks_the_loop_is_found_and_fails(pair: Shared) -> None
     assert bench.server.worker_pids()
 
 
+def streams_in(bench: Bench) -> int:
+    state = bench.server.state()
+    return state["running"] + state["waiting"]
+
+
 def test_a_model_that_is_removed_while_the_loop_breaks_is_gone(alone: Shared) -> None:
     bench = alone.bench()
 
@@ -175,11 +180,13 @@ def test_a_model_that_is_removed_while_the_loop_breaks_is_gone(alone: Shared) ->
         request = urllib.request.Request(
             f"{bench.server.url}/admin/models/sorter-llama", method="DELETE"
         )
+        # What comes after the removal finds no model.
+        wait_until(lambda: streams_in(bench) == 8, 60, "all streams are in", poll_s=0.005)
         bench.fail("decide")
         with urllib.request.urlopen(request, timeout=90) as answer:
             assert answer.status == 200
 
-    assert all(during(bench.server.url, 8, strike))
+    assert all(during(bench.server.url, 8, strike, tokens=400))
     assert "sorter-llama" not in {one["id"] for one in bench.server.state()["models"]}
     assert bench.ask()[0] == 404
 
@@ -188,13 +195,9 @@ def test_a_drain_outlives_the_loop(alone: Shared) -> None:
     bench = alone.bench()
     undisturbed = asyncio.run(all_streams(bench.server.url, 8, 400))
 
-    def all_are_in() -> bool:
-        state = bench.server.state()
-        return state["running"] + state["waiting"] == 8
-
     def strike() -> None:
         # A drain refuses what comes later.
-        wait_until(all_are_in, 60, "all streams are in", poll_s=0.005)
+        wait_until(lambda: streams_in(bench) == 8, 60, "all streams are in", poll_s=0.005)
         bench.fail("decide")
         bench.server.signal(signal.SIGTERM)
 
