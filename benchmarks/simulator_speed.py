@@ -17,8 +17,6 @@ All with the default preset, compiled if they were built (`python -m c2cserve.si
 import argparse
 from pathlib import Path
 
-from report import report
-
 from c2cserve.sim import compiled
 
 
@@ -30,7 +28,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     policies = compiled.status() if not options.pure and compiled.use() else "pure Python"
-    from simulator_loads import cases  # what it imports may be compiled from here on
+    from report import report  # what these import may be compiled from here on
+    from simulator_loads import cases
 
     results = dict(cases(options.requests, options.seed))
     report(results, options.out, requests=options.requests, seed=options.seed, policies=policies)
