@@ -12,7 +12,6 @@ state that it keeps in Redis. `node_cut`: a node's network is cut for 5 s (needs
 import argparse
 import asyncio
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -116,7 +115,7 @@ def made(kind: str, folder: Path) -> Iterator[Fault]:
         machines = stack.enter_context(Machines(3, joined=False, redis=redis))
         if kind == "node_cut":
             network = stack.enter_context(SeparateNetwork())
-            patiently(lambda: join(network, machines.address))
+            patiently(lambda: network.start_raylet(machines.address))
         front = stack.enter_context(Front(machines.address, directory=folder / "pool"))
         front.wait_nodes(4 if kind == "node_cut" else 3, 300)
         if kind == "front_killed":
@@ -125,18 +124,6 @@ def made(kind: str, folder: Path) -> Iterator[Fault]:
             yield HeadKilled(machines, front)
         else:
             yield NodeCut(network, front)
-
-
-def join(network: SeparateNetwork, address: str) -> None:
-    ray = str(Path(sys.executable).parent / "ray")
-    command = network.inside(
-        ray, "start", f"--address={address}", f"--node-ip-address={network.HOST}",
-        "--num-cpus=1", f"--object-store-memory={80 << 20}",
-    )  # fmt: skip
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-    if done.returncode:
-        network.kill()
-        raise RuntimeError(done.stdout + done.stderr)
 
 
 def disturbed(kind: str, runs: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from report import report
 from transfers_rig import Rig
-from transfers_run import at_once
+from transfers_run import at_once, moved, timed
 
 from c2cserve.core.actions import Move
 from c2cserve.engine.rotation import HostKv
@@ -133,7 +133,7 @@ class Users:
             ) as engine:  # fmt: skip
                 row: dict[str, Any] = {"task_mib": mib, "depth": depth}
                 for way, segment in ways.items():
-                    rate = segment.size / _best_s(_moved(engine, [segment]))
+                    rate = segment.size / _best_s(moved(engine, [[segment]]))
                     row |= {f"{way}_gb_per_s": rate / 1e9, f"{way}_to_copy": rate / one[way]}
             rows.append(row)
             print(" ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
@@ -147,7 +147,7 @@ class Users:
         with rig.opened(rig.gpus) as one, rig.opened(rig.gpus) as other:
             half = b.size // 2 // _MIB * _MIB
             last = rig.gpus - 1
-            runs = [_moved(one, [b.inward(0, half)]), _moved(other, [b.inward(last, half)])]
+            runs = [moved(one, [[b.inward(0, half)]]), moved(other, [[b.inward(last, half)]])]
             alone = [half / _best_s(run) / 1e9 for run in runs]
             b.clear()
             seconds = [at_once(runs) for _ in range(_REPEATS)]
@@ -166,7 +166,7 @@ class Users:
         with rig.opened(rig.gpus) as engine:
             for mib in _OWN_MIB:
                 segment = b.inward(last, min(mib * _MIB, b.size))
-                own, plain = _moved(engine, [segment]), rig.native([segment])
+                own, plain = moved(engine, [[segment]]), rig.native([segment])
                 own()
                 plain()
                 alone: list[float] = []
@@ -191,15 +191,6 @@ def _after(segment: Segment, offset: int) -> Segment:
 def _finish(kv: HostKv, moves: int) -> None:
     while moves:
         moves -= len(kv.finished())
-
-
-def _moved(engine: TransferEngine, segments: Sequence[Segment]) -> Callable[[], None]:
-    packed = pack(segments)
-
-    def run() -> None:
-        engine.wait(engine.submit(packed))
-
-    return run
 
 
 @contextmanager
@@ -233,8 +224,7 @@ def _timed_s(run: Callable[[], object]) -> float:
 
 
 def _best_s(run: Callable[[], object]) -> float:
-    run()
-    return min(_timed_s(run) for _ in range(_REPEATS))
+    return timed(run, 0, _REPEATS).seconds
 
 
 PARTS = ("rotation", "sweep", "contention", "priority")

@@ -26,10 +26,9 @@ import torch
 from report import report
 from transfer_users import Users
 from transfers_rig import Rig
-from transfers_run import at_once
+from transfers_run import at_once, moved, timed
 
-from c2cserve.transfer.engine import TransferEngine
-from c2cserve.transfer.moves import Segment, pack
+from c2cserve.transfer.moves import Segment
 from c2cserve.transfer.settings import Order, Settings
 
 _MIB = 1 << 20
@@ -58,7 +57,7 @@ class Published:
                     break
                 for way, segment in (("in", b.inward(size=size)), ("out", b.outward(size))):
                     copy_s = _best_s(rig.native([segment]))
-                    ours_s = _best_s(_moved(engine, segment))
+                    ours_s = _best_s(moved(engine, [[segment]]))
                     rows.append({
                         "mib": mib, "what": way, "copy_gb_per_s": size / 1e9 / copy_s,
                         "gb_per_s": size / 1e9 / ours_s, "ratio": copy_s / ours_s,
@@ -71,7 +70,7 @@ class Published:
         for links in range(1, rig.gpus + 1):
             with rig.opened(links, one_path_bytes=_ONE_PATH) as engine:
                 for way, segment in (("in", b.inward()), ("out", b.outward())):
-                    run = _moved(engine, segment)
+                    run = moved(engine, [[segment]])
                     run()
                     cpu_s, begun_s = time.process_time(), time.perf_counter()
                     for _ in range(_REPEATS):
@@ -90,16 +89,19 @@ class Published:
         rig, b = self._rig, self._rig.buffers
         found: dict[str, Any] = {}
         with rig.opened(rig.gpus, one_path_bytes=_ONE_PATH) as engine:
-            own = _moved(engine, b.inward())
+            own = moved(engine, [[b.inward()]])
             alone_s = _best_s(own)
             with self._plain_copies() as plain:
                 time.sleep(_AWHILE_S)
                 plain_alone = plain.rate()
-                times = [_timed_s(own) for _ in range(_REPEATS)]
+                begun_s = time.perf_counter()
+                for _ in range(_REPEATS):
+                    own()
+                taken_s = time.perf_counter() - begun_s
                 found["plain"] = {
                     "plain_alone_gb_per_s": plain_alone, "plain_gb_per_s": plain.rate(),
                     "engine_alone_gb_per_s": b.size / 1e9 / alone_s,
-                    "engine_gb_per_s": b.size * len(times) / 1e9 / sum(times),
+                    "engine_gb_per_s": _REPEATS * b.size / 1e9 / taken_s,
                 }  # fmt: skip
         found["engines"] = Users(rig).contention()
         return found
@@ -134,7 +136,7 @@ class Published:
                 "one copy": rig.native([whole]),
                 "1:1": rig.split(whole, whole.size // 2, _TASK_BYTES),
                 "1:2": rig.split(whole, whole.size * 2 // 3, _TASK_BYTES),
-                "ours": _moved(engine, whole),
+                "ours": moved(engine, [[whole]]),
             }
             for busy in (False, True):
                 for name, run in ways.items():
@@ -156,7 +158,7 @@ class Published:
         rows.append({"order": "none", "gb_per_s": half / 1e9 / _best_s(copy)})
         for order in _ORDERS:
             with rig.opened(rig.gpus, order=order, rest_s=0.0, one_path_bytes=_ONE_PATH) as engine:
-                loads = [_moved(engine, b.inward(gpu, half)) for gpu in range(rig.gpus)]
+                loads = [moved(engine, [[b.inward(gpu, half)]]) for gpu in range(rig.gpus)]
                 with _without_end(loads):
                     rate = half / 1e9 / _best_s(copy)
             rows.append({"order": order, "gb_per_s": rate})
@@ -202,24 +204,8 @@ def _without_end(runs: Sequence[Callable[[], object]]) -> Generator[None]:
         loads.join()
 
 
-def _moved(engine: TransferEngine, segment: Segment) -> Callable[[], None]:
-    packed = pack([segment])
-
-    def run() -> None:
-        engine.wait(engine.submit(packed))
-
-    return run
-
-
-def _timed_s(run: Callable[[], object]) -> float:
-    begun_s = time.perf_counter()
-    run()
-    return time.perf_counter() - begun_s
-
-
 def _best_s(run: Callable[[], object]) -> float:
-    run()
-    return min(_timed_s(run) for _ in range(_REPEATS))
+    return timed(run, 0, _REPEATS).seconds
 
 
 PARTS = ("sizes", "paths", "beside", "balance", "peer", "chunks")

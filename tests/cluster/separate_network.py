@@ -9,6 +9,7 @@ When the router forwards nothing, packets vanish: no connection ends, and no add
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -71,6 +72,19 @@ class SeparateNetwork:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._remove()
+
+    def start_raylet(self, address: str) -> None:
+        """Start a machine of Ray's in the namespace, which joins the cluster at `address`. Raises
+        RuntimeError, and leaves nothing of it, if it does not come up."""
+        ray = str(Path(sys.executable).parent / "ray")
+        command = self.inside(
+            ray, "start", f"--address={address}", f"--node-ip-address={self.HOST}",
+            "--num-cpus=1", f"--object-store-memory={80 << 20}",
+        )  # fmt: skip
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+        if done.returncode:
+            self.kill()
+            raise RuntimeError(done.stdout + done.stderr)
 
     def kill(self) -> None:
         """Kill all that runs in the namespace."""

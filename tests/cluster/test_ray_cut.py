@@ -1,10 +1,7 @@
 """A network that is cut between a front and a node, and what tells it apart from a death."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import psutil
 import pytest
@@ -31,23 +28,6 @@ def network(front: Front) -> Iterator[SeparateNetwork]:
     front.wait_nodes(3)
 
 
-def start_machine(network: SeparateNetwork, address: str) -> None:
-    """Start a raylet whose only way to the others goes through the router."""
-    ray = str(Path(sys.executable).parent / "ray")
-    command = network.inside(
-        ray, "start", f"--address={address}", f"--node-ip-address={network.HOST}",
-        "--num-cpus=1", f"--object-store-memory={80 << 20}",
-    )  # fmt: skip
-
-    def start() -> None:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-        if done.returncode:
-            network.kill()
-            raise RuntimeError(done.stdout + done.stderr)
-
-    patiently(start)
-
-
 def described(machines: Machines, name: str) -> AgentState:
     return next(one for one in machines.states() if one.name == name)
 
@@ -67,7 +47,7 @@ def only(machines: Machines, front: Front, name: str) -> None:
 def test_a_cut_node_is_told_apart_from_a_dead_one(
     machines: Machines, front: Front, network: SeparateNetwork
 ) -> None:
-    start_machine(network, machines.address)
+    patiently(lambda: network.start_raylet(machines.address))
     front.wait_nodes(4)
     [before] = [one for one in machines.states() if one.host == network.HOST]
     only(machines, front, before.name)
