@@ -61,7 +61,9 @@ class _NearWeights(Weights):
     """Matrices in HBM."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        moved = super().tensor(name).cuda()
+        # By way of pageable memory: a segment is registered in pieces, and CUDA refuses a copy that
+        # crosses a border between two.
+        moved = super().tensor(name).clone().cuda()
         torch.cuda.synchronize()
         return moved
 
