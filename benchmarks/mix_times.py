@@ -4,7 +4,7 @@ They are measured from outside, as a client sees them, one shape after another:
 
     decode    time between tokens, of so many requests at once
     prefill   for how long a prompt keeps the slice from another model's decode steps
-    request   time to first token of a prompt alone, less its prefill
+    request   time to first token of a prompt alone, less its step
 
     stream    | | | | | |            | | | | | | |            | | | | | | |
     prompts          [ due .. first ]             [ due .. first ]
@@ -14,15 +14,17 @@ What the host does for a step is part of the prefill: while it launches a prompt
 one, no other step runs.
 
 Counters of the host's thread are those of prompts beside a stream, which come last. So they have no
-captures of graphs, no first launches, and no pauses between requests that are sent one by one.
+captures of graphs, no first launches, and no pauses between requests that are sent one by one. What
+launching a prompt takes depends on its length. That is counted while prompts of a length are alone.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from math import ceil
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -107,7 +109,13 @@ def read_times(results: Mapping[str, Any]) -> Times | None:
     """Return the times in an earlier run's results, None if it measured none. Raises
     ValueError."""
     found = results.get("times")
-    return None if found is None else msgspec.convert(found, Times)
+    if found is None:
+        return None
+    host = found.get("host")
+    if host and "prefill_launch_s" in host:  # results until November 2026 have one for all lengths
+        launch = {"prefill_launch": [(1, host["prefill_launch_s"])]}
+        found = {**found, "host": {**host, **launch}}
+    return msgspec.convert(found, Times)
 
 
 def host_times(risen: Mapping[str, float]) -> HostTimes | None:
@@ -129,7 +137,7 @@ def host_times(risen: Mapping[str, float]) -> HostTimes | None:
     others_s = whole_s - seconds("step_wait") - sum(spent.values())
     decode_s = spent["decode"] / decodes
     return HostTimes(
-        seconds("prefill_batch") / prefills, seconds("prefill_launch") / prefills, decode_s,
+        seconds("prefill_batch") / prefills, [(1, seconds("prefill_launch") / prefills)], decode_s,
         spent["switched"] / switched if switched else decode_s, max(0.0, others_s) / steps,
     )  # fmt: skip
 
@@ -154,10 +162,11 @@ def measure_times(
 ) -> Times:
     """Measure the times of every shape by one of its models (`models`: shape -> model)."""
     ttft_s: dict[str, list[tuple[int, float]]] = {}
+    launches = _Launches(counters)
     decode: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for shape, model in models.items():
         send([Shape(model, mix.prompts[0], _DECODED)] * _REPEATS, 1)  # its weights come in
-        ttft_s[shape] = [(n, _first_s(model, n, send)) for n in mix.prompts]
+        ttft_s[shape] = [(n, _first_s(model, n, send, launches)) for n in mix.prompts]
         decode[shape] = {
             str(context + _DECODED // 2): _rising(
                 (batch, took_s)
@@ -174,18 +183,34 @@ def measure_times(
         for shape, model in models.items()
     }  # fmt: skip
     after = counters()
-    host = host_times({name: value - before.get(name, 0.0) for name, value in after.items()})
-    pairs = {shape: list(zip(ttft_s[shape], occupied[shape], strict=True)) for shape in models}
-    outside_s = [
-        first_s - took_s for of_shape in pairs.values() for (_, first_s), took_s in of_shape
-    ]
+    host = launches.within(host_times(_risen(before, after)))
     # A first token comes no sooner than its step is over: noise must not say otherwise. Times may
     # fall with the length: a GPU slice has other kernels for few rows, which take longer to launch.
     prefill = {
-        shape: [(n, min(first_s, took_s)) for (n, first_s), took_s in of_shape]
-        for shape, of_shape in pairs.items()
+        shape: [(n, min(first_s, took_s)) for (n, first_s), took_s in pairs]
+        for shape in models
+        if (pairs := list(zip(ttft_s[shape], occupied[shape], strict=True)))
     }
-    return Times(source, max(0.0, median(outside_s)), prefill, decode, host)
+    times = Times(source, 0.0, prefill, decode, host)
+    return replace(times, request_s=_outside_s(times, ttft_s))
+
+
+def _outside_s(times: Times, ttft_s: Mapping[str, Sequence[tuple[int, float]]]) -> float:
+    """Return the time of a request outside of its steps, by first tokens of prompts alone.
+
+    Beside a stream, part of what the thread does for a prompt is hidden by the stream's steps.
+    Alone none is. So what is simulated of the thread and the GPU is taken off, if it was counted.
+    """
+    bounded, tables = times.bounded(), times.tables()
+    outside_s: list[float] = []
+    for shape, points in ttft_s.items():
+        table = tables.get(shape, DEVICE)
+        for (n, first_s), (_, took_s) in zip(points, times.prefill[shape], strict=True):
+            if (host := bounded.host) is not None and table is not None:
+                step_s = max(host.launch_s(n), table.prefill_s(0, n))
+                took_s = host.others_s + host.prefill_batch_s + step_s
+            outside_s.append(first_s - took_s)
+    return max(0.0, median(outside_s))
 
 
 def _other(shape: str, models: Mapping[str, str]) -> str:
@@ -256,8 +281,40 @@ def _without_host(points: Sequence[tuple[int, float]], decode_s: float) -> list[
     return [(1, decode_s), *(points[short[-1] + 1 :] or points[-1:])]
 
 
-def _first_s(model: str, prompt: int, send: Send) -> float:
-    return median(one.ttft_s for one in send([Shape(model, prompt, 1)] * _REPEATS, 1))
+def _first_s(model: str, prompt: int, send: Send, launches: "_Launches") -> float:
+    shape = Shape(model, prompt, 1)
+    send([shape], 1)  # the first one of a length loads what it needs
+    with launches.of(prompt):
+        records = send([shape] * _REPEATS, 1)
+    return median(one.ttft_s for one in records)
+
+
+def _risen(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+class _Launches:
+    """Mean seconds of launching prompts, by their length: means over the models' shapes."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._found: dict[int, list[float]] = {}
+
+    @contextmanager
+    def of(self, prompt: int) -> Generator[None]:
+        before = self._counters()
+        yield
+        risen = _risen(before, self._counters())
+        if steps := risen.get("prefill_steps_total", 0.0):
+            took_s = risen.get("prefill_launch_seconds_total", 0.0) / steps
+            self._found.setdefault(prompt, []).append(took_s)
+
+    def within(self, host: HostTimes | None) -> HostTimes | None:
+        """Return these times with the prompts' launches by length, if there are any."""
+        if host is None or not self._found:
+            return host
+        points = [(float(n), fmean(found)) for n, found in sorted(self._found.items())]
+        return replace(host, prefill_launch=points)
 
 
 def _between_s(model: str, prompt: int, batch: int, send: Send) -> float | None:

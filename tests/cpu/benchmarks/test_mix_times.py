@@ -145,7 +145,7 @@ def test_what_the_host_does_for_a_step_is_what_the_server_counts() -> None:
     found = host_times(COUNTERS)
     assert found is not None
     assert found.prefill_batch_s == pytest.approx(0.001)
-    assert found.prefill_launch_s == pytest.approx(0.01)
+    assert found.prefill_launch == [(1, pytest.approx(0.01))]
     assert found.decode_s == pytest.approx(0.0015)
     assert found.switched_s == pytest.approx(0.002)
     # All of the thread's 0.375 s but sleep, less the waits and what is above.
@@ -179,14 +179,62 @@ def test_the_host_is_counted_beside_streams_alone() -> None:
         return {name: len(asked_after) * value for name, value in COUNTERS.items()}
 
     times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test", counters)
-    assert times.host == host_times(COUNTERS)
-    before, after = asked_after
+    assert times.host is not None
+    assert times.host.decode_s == pytest.approx(0.0015)
+    *_, before, after = asked_after
     assert None not in before, "no stream yet"
     assert set(after[len(before) :]) == {None}
     assert after == sent
 
 
-HOST = HostTimes(0.001, 0.013, decode_s=0.0015, switched_s=0.0015, others_s=0.0005)
+def test_a_prompts_launch_is_counted_by_its_length() -> None:
+    """Alone, and without the first one of its length. The others are means over the shapes."""
+    spent = {"prefill_steps_total": 0.0, "prefill_launch_seconds_total": 0.0}
+    asked: list[tuple[str, int]] = []
+    counted = 0
+
+    def send(shapes: Sequence[Shape], together: int | None) -> list[Record]:
+        for one in shapes:
+            first = (one.model, one.input_tokens) not in asked
+            asked.append((one.model, one.input_tokens))
+            spent["prefill_steps_total"] += 1
+            launch_s = (0.02 if one.model == "m" else 0.04) / one.input_tokens
+            spent["prefill_launch_seconds_total"] += 0.5 if first else launch_s
+        return FakeServer().send(shapes, together)
+
+    def counters() -> dict[str, float]:
+        nonlocal counted
+        counted += 1
+        return {name: counted * value for name, value in COUNTERS.items()} | spent
+
+    slower = {"tiny-llama": "m", "tiny-tied": "n"}
+    times = measure_times(TINY, slower, send, "a test", counters)
+    assert times.host is not None
+    assert dict(times.host.prefill_launch) == pytest.approx(
+        {4: 0.03 / 4, 16: 0.03 / 16, 48: 0.03 / 48, 96: 0.03 / 96}
+    )
+
+
+def test_an_earlier_result_has_one_launch_for_all_lengths() -> None:
+    found = Times("here", 0.0, {}, {}, host_times(COUNTERS)).as_json()
+    found["host"]["prefill_launch_s"] = found["host"].pop("prefill_launch")[0][1]
+    again = read_times({"times": json.loads(json.dumps(found))})
+    assert again is not None
+    assert again.host is not None
+    assert list(again.host.prefill_launch) == [(1, pytest.approx(0.01))]
+
+
+def test_what_a_stream_hides_of_the_thread_is_not_outside_of_a_step() -> None:
+    """Beside one, a prompt seems to take 6 ms. Alone, the thread takes all of its 10 ms."""
+    host = HostTimes(0.001, [(1, 0.008)], decode_s=0.001, switched_s=0.001, others_s=0.001)
+    decode = {"m": {"32": [(1, 0.002)]}}
+    times = Times("here", 0.0, {"m": [(16, 0.006), (64, 0.006)]}, decode, host)
+    alone = {"m": [(16, 0.013), (64, 0.013)]}
+    assert mix_times._outside_s(times, alone) == pytest.approx(0.003)
+    assert mix_times._outside_s(replace(times, host=None), alone) == pytest.approx(0.007)
+
+
+HOST = HostTimes(0.001, [(1, 0.013)], decode_s=0.0015, switched_s=0.0015, others_s=0.0005)
 
 
 def test_a_prompts_time_on_the_gpu_has_no_launch_in_it() -> None:

@@ -15,8 +15,9 @@ from c2cserve.sim.world.simulation import Settings, Simulation
 from c2cserve.sim.world.tables import read_tables
 
 TIMES = HostTimes(
-    prefill_batch_s=0.001, prefill_launch_s=0.010, decode_s=0.002, switched_s=0.003, others_s=0.5
-)
+    prefill_batch_s=0.001, prefill_launch=[(1, 0.010)], decode_s=0.002, switched_s=0.003,
+    others_s=0.5,
+)  # fmt: skip
 
 
 def decode(step_id: int, model: str = "m") -> Step:
@@ -35,6 +36,15 @@ def test_steps_are_launched_one_after_another() -> None:
     assert thread.launch(decode(4), 1.0) == pytest.approx(1.018), "after its last one"
 
 
+def test_a_prompts_launch_takes_what_its_length_was_measured_to_take() -> None:
+    launch = [(16, 0.014), (64, 0.014), (128, 0.006), (512, 0.007)]
+    thread = HostThread(replace(TIMES, others_s=0.0, prefill_launch=launch))
+    for number, (tokens, launch_s) in enumerate([(20, 0.014), (96, 0.010), (4096, 0.007)]):
+        step = Step(number, "m", (SeqStep("r", 0, tokens, (), True, True),))
+        thread.launch(step, float(number))
+        assert thread.launched_s(number) == pytest.approx(number + 0.001 + launch_s)
+
+
 def test_what_is_neither_batch_nor_launch_comes_first() -> None:
     thread = HostThread(TIMES)
     assert thread.launch(decode(1), 1.0) == pytest.approx(1.502)
@@ -51,13 +61,12 @@ def test_the_end_of_a_launch_is_known_until_the_step_ends() -> None:
 
 def test_the_thread_takes_no_longer_for_a_decode_step_than_was_measured() -> None:
     """Its counters have captures of graphs in them. Prompts are none of that."""
-    times = HostTimes(0.001, 0.010, decode_s=0.003, switched_s=0.004, others_s=0.002)
+    times = HostTimes(0.001, [(1, 0.010)], decode_s=0.003, switched_s=0.004, others_s=0.002)
     assert times.within(0.006) == times
-    bounded = times.within(0.0025)
+    bounded = times.within(0.0025)  # half of it
     assert bounded == HostTimes(
-        0.001, 0.010, decode_s=pytest.approx(0.0015), switched_s=pytest.approx(0.002),
-        others_s=pytest.approx(0.001),
-    )  # fmt: skip
+        0.001, [(1, 0.010)], decode_s=0.0015, switched_s=0.002, others_s=0.001
+    )
 
 
 def test_a_step_lasts_from_its_launch_or_from_the_end_of_the_one_before() -> None:
@@ -97,7 +106,7 @@ def test_the_slower_one_of_host_and_gpu_sets_the_pace(step_s: float, tpot_s: flo
     """Two steps are in flight, so the other one's time is hidden."""
     alone = answer(None, step_s)
     assert alone.tpot_s == pytest.approx(step_s, rel=1e-3)
-    host = HostTimes(0.001, 0.010, decode_s=0.002, switched_s=0.002, others_s=0.001)
+    host = HostTimes(0.001, [(1, 0.010)], decode_s=0.002, switched_s=0.002, others_s=0.001)
     with_host = answer(host, step_s)
     assert with_host.tpot_s == pytest.approx(tpot_s, rel=0.03)
     assert with_host.ttft_s - alone.ttft_s == pytest.approx(0.002, rel=0.01), "its first launch"
@@ -109,5 +118,5 @@ def test_a_prompt_takes_the_longer_one_of_its_launch_and_the_gpus_time(
 ) -> None:
     """The GPU begins with the first kernel, and has the last one when all are launched. So the
     host's time counts once."""
-    host = HostTimes(0.001, 0.010, decode_s=0.002, switched_s=0.002, others_s=0.001)
+    host = HostTimes(0.001, [(1, 0.010)], decode_s=0.002, switched_s=0.002, others_s=0.001)
     assert answer(host, 0.002, prefill_s).ttft_s == pytest.approx(ttft_s, rel=1e-3)

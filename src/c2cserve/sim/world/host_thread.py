@@ -16,6 +16,7 @@ while the thread launches the others. It ends no sooner than the last one is lau
 from dataclasses import dataclass, replace
 
 from c2cserve.core.step import LANES, Lane, Step
+from c2cserve.sim.world.tables import Points, interpolate
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,19 @@ class HostTimes:
 
     prefill_batch_s: float
     """Building the batch of a step in which some sequence has several tokens,"""
-    prefill_launch_s: float
-    """and launching its kernels."""
+    prefill_launch: Points
+    """and launching its kernels: (new tokens, seconds). Few tokens take other kernels than many,
+    and longer."""
     decode_s: float
     """Both, of any other step after one of the same model,"""
     switched_s: float
     """and after one of another model."""
     others_s: float
     """All else: decisions, outcomes, messages."""
+
+    def launch_s(self, tokens: int) -> float:
+        """Return the seconds of launching a step of prompts with so many new tokens."""
+        return interpolate(self.prefill_launch, min(tokens, self.prefill_launch[-1][0]))
 
     def within(self, decode_s: float) -> "HostTimes":
         """Return these times where decode steps were measured to follow one another every
@@ -63,7 +69,7 @@ class HostThread:
         self._last_models[step.lane] = step.model
         if any(part.tokens > 1 for part in step.seqs):
             begins_s = began_s + times.prefill_batch_s
-            self._free_s = begins_s + times.prefill_launch_s
+            self._free_s = begins_s + times.launch_s(sum(part.tokens for part in step.seqs))
         else:
             begins_s = began_s + (times.switched_s if switched else times.decode_s)
             self._free_s = begins_s
