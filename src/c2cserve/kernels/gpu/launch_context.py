@@ -1,7 +1,7 @@
 """Where kernels run: a GPU or a partition of one, its streams, its kernels and its work memory."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache
 from typing import Any
 
@@ -73,6 +73,8 @@ class LaunchContext:
         self._turn = 0
         self._scratch: dict[str, Tensor] = {}
         self._clusters: dict[Variant, int] = {}
+        self.plans: dict[Hashable, Any] = {}
+        """Launchers' own, of launches that come again."""
         self._share: Tensor | None = None
         self._share_bytes_per_s = 0.0
 
@@ -165,11 +167,16 @@ class LaunchContext:
         pdl: bool = False, home: Home = "hbm",
     ) -> None:  # fmt: skip
         """Launch a variant, with W at `home`. Raises `KernelMissingError`, `CudaError`."""
+        kernel = self.repository.kernel(variant)
+        self.run(kernel, clusters * variant.cluster, parameters, pdl=pdl, home=home)
+
+    def run(
+        self, kernel: Any, ctas: int, parameters: ctypes.Array[ctypes.c_char], *,
+        pdl: bool = False, home: Home = "hbm",
+    ) -> None:  # fmt: skip
+        """Launch one of the repository's kernels. Raises `CudaError`."""
         stream = self.stream
-        driver.launch(
-            self.repository.kernel(variant), clusters * variant.cluster, THREADS,
-            SHARED_BYTES, stream, parameters, pdl=pdl,
-        )  # fmt: skip
+        driver.launch(kernel, ctas, THREADS, SHARED_BYTES, stream, parameters, pdl=pdl)
         if self._word is not None and home in self.readers:
             driver.hold_back(stream, self._word.data_ptr())
 

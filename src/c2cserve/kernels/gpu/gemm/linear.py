@@ -31,6 +31,8 @@ from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle, local_weight
 from c2cserve.kernels.gpu.launch_context import LaunchContext
 
+_SERVED_MAX = 4096
+
 
 class WeightCache(Protocol):
     """Weights in HBM that have their home elsewhere; `memory.hbm_cache.HbmCache` in the product."""
@@ -57,6 +59,8 @@ class Linear:
         self.context = context
         self._chooser = chooser
         self._cache = cache
+        self._served: dict[tuple[object, ...], tuple[DataflowName, Tiles]] = {}
+        """What the chooser said. It says the same for as long as it lives."""
         self.neighbours = 0
         """Other slices that stream over the same link now. Each holds to an equal share of it."""
         self.launched: Counter[str] = Counter()
@@ -81,7 +85,7 @@ class Linear:
             out = torch.empty(rows, w.n, dtype=x.dtype, device=x.device)
         if rows == 0:
             return out
-        dataflow, tiles = self._chooser.serving(self._question(rows, w, 0))
+        dataflow, tiles = self._serving(rows, w)
         if dataflow in ("direct", "split"):
             self._launch(dataflow, tiles, x, self._nearest(w), bias, out)
             return out
@@ -107,7 +111,7 @@ class Linear:
         out = torch.empty(rows, w.n // 2, dtype=x.dtype, device=x.device)
         if rows == 0:
             return out
-        dataflow, tiles = self._chooser.serving(self._question(rows, w, 0))
+        dataflow, tiles = self._serving(rows, w)
         if dataflow not in ("direct", "split"):
             return silu_mul(self(x, w, bias))
         w = self._nearest(w)
@@ -129,14 +133,21 @@ class Linear:
             most = x.shape[0] >= w.experts
             w = self._nearest(w) if most else self._find(w)
             self._share_link(w)
-            _, tiles = self._chooser.serving(self._question(-(-x.shape[0] // top_k), w, top_k))
+            _, tiles = self._serving(-(-x.shape[0] // top_k), w, top_k)
             self.launched["grouped"] += 1
             grouped(self.context, x, w, offsets, out, tiles)
         return out
 
-    def _question(self, rows: int, w: WeightHandle, top_k: int) -> Question:
-        sms = self.context.picked_for
-        return Question(rows, w.n, w.k, w.dtype, w.home, sms, w.experts, top_k)
+    def _serving(self, rows: int, w: WeightHandle, top_k: int = 0) -> tuple[DataflowName, Tiles]:
+        key = rows, w.shape, w.dtype, w.home, top_k
+        found = self._served.get(key)
+        if found is None:
+            sms = self.context.picked_for
+            question = Question(rows, w.n, w.k, w.dtype, w.home, sms, w.experts, top_k)
+            if len(self._served) >= _SERVED_MAX:
+                self._served.clear()
+            found = self._served[key] = self._chooser.serving(question)
+        return found
 
     def _launch(
         self, dataflow: DataflowName, tiles: Tiles, x: Tensor, w: WeightHandle,

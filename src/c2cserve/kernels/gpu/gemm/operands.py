@@ -1,8 +1,10 @@
 """Checks of operands before a launch, and the parameter structs of the device code."""
 
 import ctypes
+from collections.abc import Mapping
 from functools import cache
 from struct import Struct
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -86,10 +88,34 @@ def output(out: Tensor, bias: Tensor | None) -> OutputParams:
     )
 
 
-_Kind = type[int] | type[ctypes.Structure] | int
+Field = type[int] | type[ctypes.Structure] | int
 """What a field is: a number, a struct, or so many bytes."""
 _DRIVER_BYTES = 64
 """Tensor maps align the C++ struct to 64 bytes, so the driver may read up to 64 bytes more."""
+_OUTPUT, _FEED = Struct("@QQqi4x"), Struct("@QQ")
+
+
+def output_bytes(out: Tensor, bias: Tensor | None) -> bytes:
+    """Return `output(out, bias)` as bytes, in less time."""
+    address = 0 if bias is None else bias.data_ptr()
+    return _OUTPUT.pack(out.data_ptr(), address, out.stride(0), out.shape[1])
+
+
+def feed_bytes(map_pointer: int, share_pointer: int) -> bytes:
+    """Return `FeedParams` as bytes, in less time."""
+    return _FEED.pack(map_pointer, share_pointer)
+
+
+class Layout(NamedTuple):
+    """Where the fields of a kernel's parameter struct lie, and a type of memory for them."""
+
+    fields: Struct
+    memory: type[ctypes.Array[ctypes.c_char]]
+
+    def pack(self, *values: bytes | int) -> ctypes.Array[ctypes.c_char]:
+        memory = self.memory()
+        self.fields.pack_into(memory, 0, *values)
+        return memory
 
 
 def parameters(**fields: bytes | int | OutputParams | FeedParams) -> ctypes.Array[ctypes.c_char]:
@@ -101,24 +127,24 @@ def parameters(**fields: bytes | int | OutputParams | FeedParams) -> ctypes.Arra
     """
     values = fields.values()
     kinds = tuple([len(value) if isinstance(value, bytes) else type(value) for value in values])
-    layout, block = _layout(tuple(fields), kinds)
-    memory = block()
-    layout.pack_into(
-        memory, 0, *[bytes(one) if isinstance(one, ctypes.Structure) else one for one in values]
+    layout = _layout(tuple(fields), kinds)
+    return layout.pack(
+        *[bytes(one) if isinstance(one, ctypes.Structure) else one for one in values]
     )
-    return memory
+
+
+def layout_of(fields: Mapping[str, Field]) -> Layout:
+    """Return the layout of a struct with these fields, as `parameters` has it."""
+    return _layout(tuple(fields), tuple(fields.values()))
 
 
 @cache
-def _layout(
-    names: tuple[str, ...], kinds: tuple[_Kind, ...]
-) -> tuple[Struct, type[ctypes.Array[ctypes.c_char]]]:
-    """Return where the fields lie, and the type of memory for them."""
+def _layout(names: tuple[str, ...], kinds: tuple[Field, ...]) -> Layout:
     layout = Struct("@" + "".join(map(_format, names, kinds)))
-    return layout, ctypes.c_char * (layout.size + _DRIVER_BYTES)
+    return Layout(layout, ctypes.c_char * (layout.size + _DRIVER_BYTES))
 
 
-def _format(name: str, kind: _Kind) -> str:
+def _format(name: str, kind: Field) -> str:
     """Return a field in the format of `struct`. Structs begin at multiples of 8 bytes."""
     if isinstance(kind, int):
         return f"{kind}s"

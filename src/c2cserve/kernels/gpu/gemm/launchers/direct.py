@@ -1,15 +1,36 @@
 """direct, split and grouped: the multiplying CTAs read W from its home into shared memory."""
 
+from typing import Any, Literal, NamedTuple
+
 from torch import Tensor
 
 from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.driver import MAP_BYTES, pair_map, stack_map, tensor_map
-from c2cserve.kernels.gpu.gemm.operands import FeedParams, check, check_boxes, output, parameters
+from c2cserve.kernels.gpu.gemm.operands import (
+    FeedParams,
+    Field,
+    Layout,
+    OutputParams,
+    check,
+    check_boxes,
+    feed_bytes,
+    layout_of,
+    output,
+    output_bytes,
+    parameters,
+)
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
 from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 _EXPERTS_MAX = 512
+_PLANS_MAX = 4096
+_TAIL: dict[str, Field] = {"out": OutputParams, "feed": FeedParams, "m": int, "n": int, "k": int}
+_FIELDS: dict[str, dict[str, Field]] = {
+    "direct": {"x": MAP_BYTES, "w": MAP_BYTES, "slot": MAP_BYTES, **_TAIL},
+    "split": {"x": MAP_BYTES, "w": MAP_BYTES, **_TAIL},
+}
+"""The parameter structs of the kernels."""
 
 
 def direct(
@@ -23,30 +44,10 @@ def direct(
     With `gated` both products are rounded first, and clusters are not allowed. Raises
     `OperandError`, `KernelMissingError`, `CudaError`.
     """
-    check(x, w, bias, out, gated=gated)
-    launch_direct(context, x, w, bias, out, tiles, slot=None, gated=gated)
-
-
-def launch_direct(
-    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
-    tiles: Tiles, slot: Tensor | None, gated: bool = False,
-) -> None:  # fmt: skip
-    """Launch `direct`. With a `slot` of W's size, also store every tile of W in it."""
-    check_boxes(x, w)
-    variant = Variant("direct", w.dtype, tiles.bx, tiles.cluster, tee=slot is not None, gated=gated)
-    m, share = x.shape[0], BW // tiles.cluster
-    map_w = _weight_map(w, share, gated=gated)
-    map_slot = map_w if slot is None else _slot_map(slot, w, share)
-    work = _column_tiles(out, gated=gated) * -(-m // tiles.block_rows)
-    context.launch(
-        variant,
-        min(work, context.clusters(variant, w.home)),
-        parameters(
-            x=_rows_map(x, tiles.bx, w), w=map_w, slot=map_slot,
-            out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
-        ),
-        pdl=_overlaps_previous(w), home=w.home,
-    )  # fmt: skip
+    plan = _plan(context, "direct", x, w, bias, out, tiles, gated=gated)
+    map_x, map_w = _rows_map(x, tiles.bx, w), _weight_map(w, BW // tiles.cluster, gated=gated)
+    no_slot = map_w
+    _run(context, plan, w, map_x, map_w, no_slot, output_bytes(out, bias))
 
 
 def split(
@@ -58,18 +59,90 @@ def split(
     `tiles.cluster` CTAs divide each tile's K among them, so that more CTAs read W. Raises
     `OperandError`, `KernelMissingError`, `CudaError`.
     """
-    check(x, w, bias, out, gated=gated)
+    plan = _plan(context, "split", x, w, bias, out, tiles, gated=gated)
+    map_x, map_w = _rows_map(x, tiles.bx, w), _weight_map(w, BW, gated=gated)
+    _run(context, plan, w, map_x, map_w, output_bytes(out, bias))
+
+
+def storing(
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
+    tiles: Tiles, slot: Tensor,
+) -> None:  # fmt: skip
+    """Launch `direct`, which also stores every tile of W in a `slot` of W's size.
+
+    The operands have been checked, all but their addresses. Raises as `direct`."""
     check_boxes(x, w)
-    variant = Variant("split", w.dtype, tiles.bx, tiles.cluster, gated=gated)
-    m = x.shape[0]
-    work = _column_tiles(out, gated=gated) * -(-m // tiles.bx)
+    variant = Variant("direct", w.dtype, tiles.bx, tiles.cluster, tee=True)
+    share = BW // tiles.cluster
     context.launch(
         variant,
-        min(work, context.clusters(variant, w.home)),
+        _clusters(context, variant, x, w, out, tiles),
         parameters(
-            x=_rows_map(x, tiles.bx, w), w=_weight_map(w, BW, gated=gated),
-            out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
+            x=_rows_map(x, tiles.bx, w), w=_weight_map(w, share), slot=_slot_map(slot, w, share),
+            out=output(out, bias), feed=_feed(context, w), m=x.shape[0], n=out.shape[1], k=w.k,
         ),
+        pdl=_overlaps_previous(w), home=w.home,
+    )  # fmt: skip
+
+
+class _Plan(NamedTuple):
+    """What all launches over operands of these shapes, strides and dtypes have in common."""
+
+    kernel: Any
+    ctas: int
+    layout: Layout
+    sizes: tuple[int, int, int]
+    """m, n and k, as the kernel gets them."""
+
+
+def _plan(
+    context: LaunchContext, dataflow: Literal["direct", "split"], x: Tensor, w: WeightHandle,
+    bias: Tensor | None, out: Tensor, tiles: Tiles, *, gated: bool,
+) -> _Plan:  # fmt: skip
+    """Check the operands, and return how to launch over such.
+
+    Few rows take the GPU little time, so the host's counts. A key of all that is checked or derived
+    takes it a third of doing so again. Addresses are not in it: they are checked each time.
+    """
+    key = (
+        dataflow, tiles.bx, tiles.cluster, gated, w.shape, w.dtype, w.home, w.map_pointer != 0,
+        _form(x), _form(out), None if bias is None else _form(bias),
+    )  # fmt: skip
+    plan: _Plan | None = context.plans.get(key)
+    if plan is None:
+        check(x, w, bias, out, gated=gated)
+        variant = Variant(dataflow, w.dtype, tiles.bx, tiles.cluster, gated=gated)
+        clusters = _clusters(context, variant, x, w, out, tiles, gated=gated)
+        layout = layout_of(_FIELDS[dataflow])
+        plan = _Plan(
+            context.repository.kernel(variant), clusters * variant.cluster, layout,
+            (x.shape[0], out.shape[1], w.k),
+        )  # fmt: skip
+        if len(context.plans) >= _PLANS_MAX:
+            context.plans.clear()
+        context.plans[key] = plan
+    check_boxes(x, w)
+    return plan
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    """Return all that `check` looks at."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _clusters(
+    context: LaunchContext, variant: Variant, x: Tensor, w: WeightHandle, out: Tensor,
+    tiles: Tiles, *, gated: bool = False,
+) -> int:  # fmt: skip
+    block_rows = tiles.bx if variant.source == "split" else tiles.block_rows
+    work = _column_tiles(out, gated=gated) * -(-x.shape[0] // block_rows)
+    return min(work, context.clusters(variant, w.home))
+
+
+def _run(context: LaunchContext, plan: _Plan, w: WeightHandle, *operands: bytes) -> None:
+    context.run(
+        plan.kernel, plan.ctas,
+        plan.layout.pack(*operands, feed_bytes(w.map_pointer, _share(context, w)), *plan.sizes),
         pdl=_overlaps_previous(w), home=w.home,
     )  # fmt: skip
 
@@ -135,7 +208,12 @@ def _column_tiles(out: Tensor, *, gated: bool) -> int:
 
 
 def _feed(context: LaunchContext, w: WeightHandle) -> FeedParams:
-    return FeedParams(w.map_pointer, 0 if w.home == "hbm" else context.share_pointer)
+    return FeedParams(w.map_pointer, _share(context, w))
+
+
+def _share(context: LaunchContext, w: WeightHandle) -> int:
+    """Return the address of the limit of W's link, 0 if none holds."""
+    return 0 if w.home == "hbm" else context.share_pointer
 
 
 def _overlaps_previous(w: WeightHandle) -> bool:

@@ -7,7 +7,7 @@ from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.driver import stack_map, tensor_map
 from c2cserve.kernels.gpu.gemm.dataflows.ring import ring_copiers
-from c2cserve.kernels.gpu.gemm.launchers.direct import launch_direct
+from c2cserve.kernels.gpu.gemm.launchers.direct import storing
 from c2cserve.kernels.gpu.gemm.operands import check, check_boxes, output, parameters
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, panels
 from c2cserve.kernels.gpu.gemm.weight import (
@@ -99,7 +99,7 @@ def tee(
     here = slot.hold(w.bytes)
     compute.wait_event(slot.free)
     head = min(x.shape[0], tiles.block_rows)
-    launch_direct(context, x[:head], w, bias, out[:head], tiles, slot=here)
+    storing(context, x[:head], w, bias, out[:head], tiles, here)
     if head < x.shape[0]:
         local = here.view(TORCH_DTYPES[w.dtype]).view(w.n, w.k)
         resident(x[head:], local, bias, out[head:])
