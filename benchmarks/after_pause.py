@@ -141,15 +141,16 @@ class _Rounds:
         return {name: found.get(f"c2cserve:slice_{name}_total", 0.0) for name in _COUNTED}
 
 
-def _figures(records: Sequence[Record], counted: dict[str, float]) -> dict[str, float]:
+def _figures(records: Sequence[Record], counted: dict[str, float]) -> dict[str, float | None]:
     prefills = max(1.0, counted["prefill_steps"])
     decodes = max(1.0, counted["steps"] - counted["prefill_steps"])
     steps = max(1.0, counted["steps"])
-    gaps = [record.gaps_s for record in records]
+    first = [gap for record in records for gap in record.gaps_s[:_FIRST_GAPS]]
+    later = [gap for record in records for gap in record.gaps_s[_FIRST_GAPS:]]
     return {
         "ttft_p50_ms": 1e3 * median(record.ttft_s for record in records),
-        "first_gaps_p50_ms": 1e3 * median(gap for one in gaps for gap in one[:_FIRST_GAPS]),
-        "later_gaps_p50_ms": 1e3 * median(gap for one in gaps for gap in one[_FIRST_GAPS:]),
+        "first_gaps_p50_ms": 1e3 * median(first) if first else None,
+        "later_gaps_p50_ms": 1e3 * median(later) if later else None,
         "prefill_launch_ms": 1e3 * counted["prefill_launch_seconds"] / prefills,
         "prefill_compute_ms": 1e3 * counted["prefill_compute_seconds"] / prefills,
         "decode_launch_ms": 1e3 * counted["decode_launch_seconds"] / decodes,

@@ -62,7 +62,7 @@ def constants(width: int) -> dict[str, Any]:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(launcher_module, "_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(launcher_module, "current_stream", lambda device: f"stream of {device}")
     return Kernel()
 
 

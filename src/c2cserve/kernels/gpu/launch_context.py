@@ -13,6 +13,7 @@ from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, THREADS, Variant
 from c2cserve.kernels.gpu.driver import cu
+from c2cserve.kernels.gpu.launcher import current_stream
 
 _SLOTS = 2
 """The number of slots for whole weights. One is filled while the other is in use."""
@@ -87,7 +88,7 @@ class LaunchContext:
 
     @property
     def stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+        return current_stream(self.device)
 
     def limit_link(self, bytes_per_s: float) -> None:
         """Limit the rate at which kernels stream weights from now on, in stream order; 0: no limit.

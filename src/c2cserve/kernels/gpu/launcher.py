@@ -54,7 +54,7 @@ class Launcher:
                 odd |= pointer
             if odd % _ALIGNMENT == 0:
                 compiled.launch(
-                    *grid, _stream(device), *compiled.described, *pointers, *numbers,
+                    *grid, current_stream(device), *compiled.described, *pointers, *numbers,
                     *compiled.constants,
                 )  # fmt: skip
                 return
@@ -96,7 +96,7 @@ def _launch_of(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     return run.launch, (kernel.function, *options, None, None, *described)
 
 
-def _stream(device: int) -> int:
-    """Return the current stream of a GPU, as Triton's launches take it."""
+def current_stream(device: int) -> int:
+    """Return the driver's handle of the current stream of a GPU. torch makes an object for it."""
     active: Any = triton.runtime.driver.active
     return active.get_current_stream(device)

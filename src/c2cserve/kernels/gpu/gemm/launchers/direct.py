@@ -45,7 +45,8 @@ def direct(
     `OperandError`, `KernelMissingError`, `CudaError`.
     """
     plan = _plan(context, "direct", x, w, bias, out, tiles, gated=gated)
-    map_x, map_w = _rows_map(x, tiles.bx, w), _weight_map(w, BW // tiles.cluster, gated=gated)
+    map_w = _weight_map(w, _box_rows("direct", tiles), gated=gated)
+    map_x = _rows_map(x, tiles.bx, w)
     no_slot = map_w
     _run(context, plan, w, map_x, map_w, no_slot, output_bytes(out, bias))
 
@@ -60,7 +61,8 @@ def split(
     `OperandError`, `KernelMissingError`, `CudaError`.
     """
     plan = _plan(context, "split", x, w, bias, out, tiles, gated=gated)
-    map_x, map_w = _rows_map(x, tiles.bx, w), _weight_map(w, BW, gated=gated)
+    map_w = _weight_map(w, _box_rows("split", tiles), gated=gated)
+    map_x = _rows_map(x, tiles.bx, w)
     _run(context, plan, w, map_x, map_w, output_bytes(out, bias))
 
 
@@ -111,6 +113,7 @@ def _plan(
     plan: _Plan | None = context.plans.get(key)
     if plan is None:
         check(x, w, bias, out, gated=gated)
+        _weight_map(w, _box_rows(dataflow, tiles), gated=gated)  # refuses what no map describes
         variant = Variant(dataflow, w.dtype, tiles.bx, tiles.cluster, gated=gated)
         clusters = _clusters(context, variant, x, w, out, tiles, gated=gated)
         layout = layout_of(_FIELDS[dataflow])
@@ -123,6 +126,11 @@ def _plan(
         context.plans[key] = plan
     check_boxes(x, w)
     return plan
+
+
+def _box_rows(dataflow: Literal["direct", "split"], tiles: Tiles) -> int:
+    """Return the rows of W in a box. CTAs of a cluster of `direct` read a part of a tile each."""
+    return BW if dataflow == "split" else BW // tiles.cluster
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
