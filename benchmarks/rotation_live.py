@@ -38,17 +38,17 @@ from report import report
 
 from c2cserve.bench.loadgen import Load, Planned, generate
 from c2cserve.bench.loadgen_reply import Record
-from c2cserve.bench.plan import Caps, poisson
+from c2cserve.bench.plan import Caps, Shape, poisson
 from c2cserve.bench.prompts import Endpoint, Options, Prompts, Style
 from c2cserve.sim.workload.catalogue import find_lengths
 
 ORDERS = ("rotation", "none", "first-come")
 TTFT_S, TBT_S = 5.0, 0.1
-_NO_DEADLINE_S = 3600.0
+NO_DEADLINE_S = 3600.0
 _TTFT_BAR, _TBT_BAR = 1.5, 0.98
 """Rotation over first-come: first tokens in time, and requests in time for TBT. The second one is
 "not lower", but for the noise of a run."""
-_HOST_KV_BYTES = 24 << 30
+HOST_KV_BYTES = 24 << 30
 _READY_S, _IDLE_S = 90.0, 30.0
 _WARM = 4
 Rows = list[dict[str, Any]]
@@ -133,7 +133,7 @@ class _Order:
         text = catalog.read_text()
         if name == "first-come":
             for kind, value in (("ttft", TTFT_S), ("tpot", TBT_S)):
-                text = text.replace(f"{kind}_s = {value}", f"{kind}_s = {_NO_DEADLINE_S}")
+                text = text.replace(f"{kind}_s = {value}", f"{kind}_s = {NO_DEADLINE_S}")
         self._catalog.write_text(text)
 
     def run(self, gpu: int) -> None:
@@ -169,7 +169,7 @@ class _Order:
 
     def _slice_of(self, gpu: int) -> list[str]:
         given, room = self._given, round(self._given.kv_gb * 1e9)
-        host = ["--host-kv-bytes", str(_HOST_KV_BYTES if self.name == "rotation" else 0)]
+        host = ["--host-kv-bytes", str(HOST_KV_BYTES if self.name == "rotation" else 0)]
         if given.cpu:
             host[1] = str(min(int(host[1]), 64 << 20))
             return ["--gpu-slices", "none", "--slices", "1", "--kv-bytes", str(room), *host]
@@ -190,19 +190,24 @@ def _together(runs: Sequence[_Order]) -> None:
 
 def _requests(given: argparse.Namespace, model: str, rate: float) -> list[Planned]:
     """A rate's requests, the same for all orders. Rate 0: some that warm up."""
-    rng = random.Random(f"{given.seed} {rate}")
-    lengths, caps = find_lengths("sharegpt"), Caps(given.prompt, given.output)
-    shapes = poisson(
-        [model], [1.0], rate or 10.0, None if rate else _WARM, given.seconds if rate else None,
-        lambda rng: caps.apply(*lengths(rng)), rng,
-    )  # fmt: skip
-    vocab = config_of(given.shape).vocab
+    shapes = shapes_of(given, model, rate)
     planned = Prompts(given.seed, Options(ignore_eos=True)).plan(shapes, {model: Style(ids=True)})
+    vocab = config_of(given.shape).vocab
     for one in planned:
         body = json.loads(one.body)
         body["prompt"] = [token % vocab for token in body["prompt"]]
         one.body = json.dumps(body).encode()
     return planned
+
+
+def shapes_of(given: argparse.Namespace, model: str, rate: float) -> list[Shape]:
+    """Return a rate's requests without their prompts."""
+    rng = random.Random(f"{given.seed} {rate}")
+    lengths, caps = find_lengths("sharegpt"), Caps(given.prompt, given.output)
+    return poisson(
+        [model], [1.0], rate or 10.0, None if rate else _WARM, given.seconds if rate else None,
+        lambda rng: caps.apply(*lengths(rng)), rng,
+    )  # fmt: skip
 
 
 def _rest(server: Server) -> None:
