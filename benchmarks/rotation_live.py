@@ -68,8 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _together(runs[first : first + gpus])
     failed = {run.name: run.failed for run in runs if run.failed}
     rows += [row for run in runs for row in run.rows]
-    results = {"rows": rows, "failed": failed, "bars": bars(rows), "answers": equal_answers(rows),
-               "wall_s": time.monotonic() - began_s}  # fmt: skip
+    results: dict[str, Any] = {
+        "rows": rows, "failed": failed, "bars": bars(rows), "answers": equal_answers(rows),
+        "wall_s": time.monotonic() - began_s,
+    }  # fmt: skip
     for row in rows:
         row.pop("texts", None)
     for bar in results["bars"]:

@@ -296,7 +296,9 @@ def test_a_slice_with_host_memory_gets_more_requests_than_its_memory_holds(
     load.activate(SPECS[2])
     for number in range(20):
         request = Request(f"r{number}", SPECS[2].id, 100, 50, 0.0, Slo(60.0, 1.0))
-        found = place_within(request, SPECS[2], 10.0, [load], lambda name: (), 0.0, budgets=budgets)
+        found = place_within(
+            request, SPECS[2], 10.0, [load], lambda name: tuple[float, ...](), 0.0, budgets=budgets
+        )
         if found is not None:
             carry_out(load, request, found, 10.0)
     assert load.requests == taken
