@@ -1,8 +1,9 @@
 """RotaSched on a live server: one model, memory for KV cut so that it binds. JSON.
 
-python benchmarks/rotation_live.py [--orders rotation,first-come] [--rates 3,6,9,12] [--shape S]
-    [--kv-gb 6] [--seconds 8] [--with FILE] [--out FILE]
+python benchmarks/rotation_live.py [--orders rotation,none,first-come] [--rates 4,5,6,8]
+    [--shape S] [--kv-gb 2] [--seconds 14] [--with FILE] [--out FILE]
 python benchmarks/rotation_live.py --cpu --shape tiny-llama --kv-gb 0.004 --rates 20 --seconds 1
+    --prompt 512 --output 64
 
 rotation     KV of requests leaves and comes back by virtual lag (SuperInfer's Algorithm 1)
 none         the same targets, no rotation: a request that loses its KV computes it again
@@ -37,19 +38,18 @@ from report import report
 
 from c2cserve.bench.loadgen import Load, Planned, generate
 from c2cserve.bench.loadgen_reply import Record
-from c2cserve.bench.plan import Caps, poisson
+from c2cserve.bench.plan import Caps, Shape, poisson
 from c2cserve.bench.prompts import Endpoint, Options, Prompts, Style
 from c2cserve.sim.workload.catalogue import find_lengths
 
 ORDERS = ("rotation", "none", "first-come")
 TTFT_S, TBT_S = 5.0, 0.1
-_NO_DEADLINE_S = 3600.0
+NO_DEADLINE_S = 3600.0
 _TTFT_BAR, _TBT_BAR = 1.5, 0.98
 """Rotation over first-come: first tokens in time, and requests in time for TBT. The second one is
 "not lower", but for the noise of a run."""
-_HOST_KV_BYTES = 24 << 30
+HOST_KV_BYTES = 24 << 30
 _READY_S, _IDLE_S = 90.0, 30.0
-_ANSWER_S = 12.0
 _WARM = 4
 Rows = list[dict[str, Any]]
 
@@ -68,8 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _together(runs[first : first + gpus])
     failed = {run.name: run.failed for run in runs if run.failed}
     rows += [row for run in runs for row in run.rows]
-    results = {"rows": rows, "failed": failed, "bars": bars(rows), "answers": equal_answers(rows),
-               "wall_s": time.monotonic() - began_s}  # fmt: skip
+    results: dict[str, Any] = {
+        "rows": rows, "failed": failed, "bars": bars(rows), "answers": equal_answers(rows),
+        "wall_s": time.monotonic() - began_s,
+    }  # fmt: skip
     for row in rows:
         row.pop("texts", None)
     for bar in results["bars"]:
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(
         results, given.out, shape=given.shape, kv_gb=given.kv_gb, seconds=given.seconds,
         seed=given.seed, ttft_s=TTFT_S, tbt_s=TBT_S, prompt=given.prompt, output=given.output,
-        serve=given.serve,
+        answer_s=given.answer_s, serve=given.serve,
     )  # fmt: skip
     if failed or results["answers"]["different"]:
         raise SystemExit(f"failed: {failed or 'answers differ'}")
@@ -87,20 +89,26 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--orders", default="rotation,first-come", help=", ".join(ORDERS))
-    parser.add_argument("--rates", default="3,6,9,12", help="requests a second")
+    parser.add_argument("--orders", default=",".join(ORDERS), help=", ".join(ORDERS))
+    parser.add_argument("--rates", default="4,5,6,8", help="requests a second")
     parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
-    parser.add_argument("--kv-gb", type=float, default=6.0, help="beside the weights")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of arrivals, for each rate")
+    parser.add_argument("--kv-gb", type=float, default=2.0, help="beside the weights")
+    parser.add_argument("--seconds", type=float, default=14.0, help="of arrivals, for each rate")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens, at most")
     parser.add_argument("--output", type=int, default=512, help="tokens, at most")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--answer-s", type=float,
+        help="how long a request is waited for; default: as long as the longest in time may take",
+    )  # fmt: skip
     parser.add_argument("--cpu", action="store_true", help="CPU slices, to try it without a GPU")
     parser.add_argument("--serve", default="", help="more arguments of `c2cserve serve`")
     parser.add_argument("--with", dest="earlier", type=Path, help="an earlier result")
     parser.add_argument("--work", type=Path, help="for checkpoints and pools; /dev/shm")
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args(arguments)
+    if given.answer_s is None:
+        given.answer_s = TTFT_S + TBT_S * given.output
     given.orders = given.orders.split(",")
     given.rates = sorted(float(rate) for rate in given.rates.split(","))
     if unknown := set(given.orders) - set(ORDERS):
@@ -127,7 +135,7 @@ class _Order:
         text = catalog.read_text()
         if name == "first-come":
             for kind, value in (("ttft", TTFT_S), ("tpot", TBT_S)):
-                text = text.replace(f"{kind}_s = {value}", f"{kind}_s = {_NO_DEADLINE_S}")
+                text = text.replace(f"{kind}_s = {value}", f"{kind}_s = {NO_DEADLINE_S}")
         self._catalog.write_text(text)
 
     def run(self, gpu: int) -> None:
@@ -151,7 +159,7 @@ class _Order:
                 before = server.metrics()
                 begun_s = time.monotonic()
                 load = Load(
-                    server.url, Endpoint.COMPLETIONS.path, asked, timeout_s=_ANSWER_S,
+                    server.url, Endpoint.COMPLETIONS.path, asked, timeout_s=given.answer_s,
                     start_s=begun_s + 0.2, keep_text=True,
                 )  # fmt: skip
                 records = asyncio.run(generate(load, lambda _: None)).records
@@ -163,7 +171,7 @@ class _Order:
 
     def _slice_of(self, gpu: int) -> list[str]:
         given, room = self._given, round(self._given.kv_gb * 1e9)
-        host = ["--host-kv-bytes", str(_HOST_KV_BYTES if self.name == "rotation" else 0)]
+        host = ["--host-kv-bytes", str(HOST_KV_BYTES if self.name == "rotation" else 0)]
         if given.cpu:
             host[1] = str(min(int(host[1]), 64 << 20))
             return ["--gpu-slices", "none", "--slices", "1", "--kv-bytes", str(room), *host]
@@ -184,19 +192,24 @@ def _together(runs: Sequence[_Order]) -> None:
 
 def _requests(given: argparse.Namespace, model: str, rate: float) -> list[Planned]:
     """A rate's requests, the same for all orders. Rate 0: some that warm up."""
-    rng = random.Random(f"{given.seed} {rate}")
-    lengths, caps = find_lengths("sharegpt"), Caps(given.prompt, given.output)
-    shapes = poisson(
-        [model], [1.0], rate or 10.0, None if rate else _WARM, given.seconds if rate else None,
-        lambda rng: caps.apply(*lengths(rng)), rng,
-    )  # fmt: skip
-    vocab = config_of(given.shape).vocab
+    shapes = shapes_of(given, model, rate)
     planned = Prompts(given.seed, Options(ignore_eos=True)).plan(shapes, {model: Style(ids=True)})
+    vocab = config_of(given.shape).vocab
     for one in planned:
         body = json.loads(one.body)
         body["prompt"] = [token % vocab for token in body["prompt"]]
         one.body = json.dumps(body).encode()
     return planned
+
+
+def shapes_of(given: argparse.Namespace, model: str, rate: float) -> list[Shape]:
+    """Return a rate's requests without their prompts."""
+    rng = random.Random(f"{given.seed} {rate}")
+    lengths, caps = find_lengths("sharegpt"), Caps(given.prompt, given.output)
+    return poisson(
+        [model], [1.0], rate or 10.0, None if rate else _WARM, given.seconds if rate else None,
+        lambda rng: caps.apply(*lengths(rng)), rng,
+    )  # fmt: skip
 
 
 def _rest(server: Server) -> None:
@@ -224,8 +237,8 @@ def figures(records: Sequence[Record], risen: dict[str, float]) -> dict[str, Any
         "both_in_time": _share([a and b for a, b in zip(first, steady, strict=True)]),
         "gaps_in_time": _share([gap <= TBT_S for gap in gaps]),
         "errors": sorted({one.error for one in records if one.error}),
-        "rotated": {k.removeprefix("c2cserve:slice_"): v for k, v in risen.items()
-                    if "kv" in k and k.endswith("_total") and v},
+        "rotated": {way: risen.get(f"c2cserve:slice_kv_{way}_bytes_total", 0.0)
+                    for way in ("out", "in")},
         "texts": {str(one.index): one.text for one in records if one.ok},
     }  # fmt: skip
 
@@ -238,7 +251,7 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['rate']:g}/s: {row['requests']} requests, first tokens in time"
         f" {row['ttft_in_time']:.1%}, TBT {row['tbt_in_time']:.1%},"
-        f" {row['answered']} answered, errors {row['errors']}"
+        f" {row['answered']} answered, errors {row['errors']}, KV {row['rotated']}"
     )
 
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
-from c2cserve.policy.cluster.link_and_memory import LINK_AND_MEMORY, SWAP_TOKENS, stream_step_s
+from c2cserve.policy.baselines.c2cserve.streaming import STREAMS_ONLY
+from c2cserve.policy.cluster.link_and_memory import (
+    LINK_AND_MEMORY,
+    SWAP_TOKENS,
+    LinkAndMemory,
+    stream_step_s,
+    turns_bytes,
+)
 from c2cserve.policy.cluster.link_budget import link_demand
 from c2cserve.policy.cluster.placement import in_time
 from c2cserve.policy.cluster.placement import place as place_within
@@ -263,3 +270,35 @@ def test_a_second_instance_displaces_no_weights_while_the_first_is_in_time(
     placement = place(request, SPECS[1], 10.0, loads, lambda name: (), 0.0, runs=True)
     assert placement is not None
     assert placement.slice_id == goes_to
+
+
+def test_requests_that_take_turns_have_a_token_in_each_target() -> None:
+    """A step of 10 ms, and exchanges of 10 ms: five times what is in memory, as far as the host
+    reaches."""
+    assert turns_bytes(100, 10**6, 1000.0, 10, 0.01, 0.1) == pytest.approx(500)
+    assert turns_bytes(100, 300, 1000.0, 10, 0.01, 0.1) == 300, "all have copies there"
+    assert turns_bytes(100, 120, 1000.0, 10, 0.01, 0.1) == 160, "half is for those that are away"
+    assert turns_bytes(100, 10**6, 1000.0, 10, 0.2, 0.1) == 100, "steps are too slow for turns"
+    assert turns_bytes(100, 10**6, 0.0, 10, 0.01, 0.1) == 100
+    assert turns_bytes(100, 10**6, 1000.0, 10, float("inf"), 0.1) == 100, "not known yet"
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "budgets", "taken"),
+    [(0, LINK_AND_MEMORY, 6), (10**4, LINK_AND_MEMORY, 10), (10**4, STREAMS_ONLY, 6)],
+)
+def test_a_slice_with_host_memory_gets_more_requests_than_its_memory_holds(
+    host_bytes: int, budgets: LinkAndMemory, taken: int
+) -> None:
+    """Memory for six, where ten may go to one instance. Policies that do not rotate get no more."""
+    load = slice_load("s", 100, 10**4)
+    load.slice = replace(load.slice, host_kv_bytes=host_bytes)
+    load.activate(SPECS[2])
+    for number in range(20):
+        request = Request(f"r{number}", SPECS[2].id, 100, 50, 0.0, Slo(60.0, 1.0))
+        found = place_within(
+            request, SPECS[2], 10.0, [load], lambda name: tuple[float, ...](), 0.0, budgets=budgets
+        )
+        if found is not None:
+            carry_out(load, request, found, 10.0)
+    assert load.requests == taken

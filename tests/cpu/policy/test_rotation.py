@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from c2cserve.core.request import Slo
 from c2cserve.policy.slice.rotation import (
+    PACED,
     EagerCopies,
     KvClaim,
     KvState,
@@ -13,6 +14,7 @@ from c2cserve.policy.slice.rotation import (
     RotationSettings,
     lag_s,
     rotate,
+    step_transfer,
 )
 
 SLO = Slo(5.0, 0.1)
@@ -181,3 +183,33 @@ def test_a_full_host_memory_keeps_requests_where_they_are() -> None:
     copies.filled("r", 9)
     assert copies.rotate_out("r", 11, 8) is None
     assert copies.rotate_out("r", 10, 8) == (0, 10)
+
+
+def paced(name: str, state: KvState, size: int, due_s: float) -> KvClaim:
+    return KvClaim(name, state, size, 0.0, SLO, due_s)
+
+
+def test_at_its_pace_a_request_lags_from_when_its_next_token_is_due() -> None:
+    assert lag_s(paced("a", RUNNING, 1, 12.0), PACED, 10.0) == -2.0
+    assert lag_s(paced("a", RUNNING, 1, 8.0), PACED, 10.0) == 0.0, "it does not leave late"
+    assert lag_s(paced("a", PAUSED, 1, 12.0), PACED, 10.0) == pytest.approx(-6.0)
+    assert lag_s(paced("a", PAUSED, 1, 9.0), PACED, 10.0) == pytest.approx(3.0)
+
+
+def test_at_their_pace_requests_leave_only_for_one_that_is_due() -> None:
+    running = [paced("far", RUNNING, 10, 20.0), paced("near", RUNNING, 10, 11.0)]
+    ahead, due = paced("out", PAUSED, 10, 12.0), paced("out", PAUSED, 10, 9.0)
+    assert rotate([*running, ahead], 0, PACED, 10.0) == Rotation((), ())
+    assert rotate([*running, due], 0, PACED, 10.0) == Rotation(("far",), ("out",))
+    small = paced("small", PAUSED, 4, 12.0)
+    assert rotate([*running, ahead, small], 5, PACED, 10.0).prioritized == ("small",), "it fits"
+
+
+def test_an_iteration_moves_what_the_link_carries_in_a_step() -> None:
+    late, later = paced("late", PAUSED, 40, 9.0), paced("later", PAUSED, 70, 8.0)
+    claims = [late, later, paced("runs", RUNNING, 200, 20.0)]
+    assert step_transfer(claims, PACED, 100, 0, 10.0) == 100
+    assert step_transfer(claims, PACED, 50, 0, 10.0) == 70, "the one that lags most may come in"
+    assert step_transfer(claims, PACED, 100, 30, 10.0) == 70
+    assert step_transfer(claims, PACED, 100, 130, 10.0) == 0
+    assert step_transfer(claims, RotationSettings(transfer_bytes=80), 100, 0, 10.0) == 80

@@ -6,6 +6,7 @@ from slice_cases import request, small_slice, spec
 
 from c2cserve.core.actions import Move, RunStep, Truncate
 from c2cserve.core.events import Activated, MoveDone, SeqOutcome, StepDone, Submitted
+from c2cserve.core.request import Slo
 from c2cserve.policy.slice.policy import SlicePolicy
 
 
@@ -74,12 +75,13 @@ def test_a_prompt_longer_than_the_memory_leaves_its_place_in_line_to_others() ->
 
 
 def test_the_seconds_of_contention_are_counted() -> None:
-    """Memory is full with one of two requests, until that one ends."""
+    """Memory is full with one of two requests, until that one ends. The other counts once half of
+    its time for the first token is over."""
     policy = SlicePolicy(replace(small_slice(slabs=2), host_kv_bytes=1 << 20), 2)
     policy.apply(Activated(spec(block=2048)))
     for name in ("first", "second"):
-        policy.apply(Submitted(request(name, prompt=48, new=1)))
-    for now, contended_s in ((0.0, 0.0), (0.5, 0.5), (0.75, 0.5)):
+        policy.apply(Submitted(request(name, prompt=48, new=1, slo=Slo(1.0, 0.1))))
+    for now, contended_s in ((0.75, 0.0), (1.0, 0.25), (1.25, 0.25)):
         steps = [one.step for one in policy.decide(now) if isinstance(one, RunStep)]
         assert policy.contended_s == contended_s
         for step in steps:

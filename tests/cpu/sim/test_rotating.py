@@ -2,6 +2,7 @@
 (`sim.world.checks`): everybody ends, in any mix of room, lengths and cancelled slices."""
 
 from dataclasses import replace
+from random import Random
 
 from example_counts import examples
 from hypothesis import given, settings
@@ -58,6 +59,42 @@ def test_a_burst_gets_first_tokens_while_earlier_requests_wait_on_the_host() -> 
     assert all(tracked.ending == "finished" for tracked in rotating.requests.ended)
     assert report(rotating).ttft_attainment > report(fcfs).ttft_attainment + 0.2
     assert report(rotating).preempted == 0, "nothing is computed twice"
+
+
+def cut(host: int, slo: Slo) -> Simulation:
+    """An 8B whose memory has 1 GiB for KV, under more requests than that holds: five or six."""
+    models, random, now = catalogue("llama-3.1-8b"), Random(1), 0.0
+    machine = build("h200-x1", SliceSettings(kv_share=1.0, max_batch=256, host_kv_bytes=host))
+    simulated = machine.slices[0]
+    size = models[0].spec.weight_bytes + (1 << 30) & -(2 << 20)
+    slice_ = replace(simulated.slice, hbm_bytes=size, kv_bytes=size)
+    machine = replace(machine, slices=(replace(simulated, slice=slice_),))
+    requests: list[SimRequest] = []
+    for _ in range(60):
+        now += random.expovariate(10.0)
+        lengths = random.randint(500, 1500), random.randint(100, 300)
+        requests.append(SimRequest(now, models[0].spec.id, *lengths))
+    settings = Settings(
+        C2CSERVE, AdmissionSettings(max_waiting=10**6, patience=0.0), seed=1, as_live=True
+    )
+    simulation = Simulation(machine, models, requests, lambda prompt: slo, settings)
+    simulation.run()
+    return simulation
+
+
+def test_the_controller_counts_on_turns_and_first_tokens_come_sooner() -> None:
+    first_come = cut(0, Slo(3600.0, 3600.0)).requests.ended
+    rotating = cut(16 << 30, Slo(2.0, 0.1))
+    shares = [
+        (sum(one.ttft_s <= 2.0 for one in ended), sum(one.tpot_s <= 0.1 for one in ended))
+        for ended in (first_come, rotating.requests.ended)
+    ]
+    assert shares[1][0] >= 1.5 * shares[0][0]
+    assert shares[1][1] >= shares[0][1] == 60
+    assert rotating.slices["gpu0"].use.moved_bytes > 0
+    assert max(one.last_s for one in rotating.requests.ended) < 1.05 * max(
+        one.last_s for one in first_come
+    ), "no time is lost to exchanges"
 
 
 def test_two_runs_are_equal() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from c2cserve.core.machine import SliceKind
-from c2cserve.policy.slice.rotation import RotationSettings
+from c2cserve.policy.slice.rotation import PACED, RotationSettings
 
 Placing = Literal["c2cserve", "streams", "slinfer", "limits", "scatter", "groups"]
 """`c2cserve`: `policy.cluster.placement`. `streams`: the same if all weights stream
@@ -84,7 +84,7 @@ class Preset:
     """Equal parts that each node is cut into for good (static sharing)."""
 
 
-C2CSERVE = Preset("c2cserve", keeps=True, rotation=RotationSettings())
+C2CSERVE = Preset("c2cserve", keeps=True, rotation=PACED)
 
 SERVERLESSLLM = Preset(
     "serverlessllm", "limits", GPU_ONLY,

@@ -5,6 +5,7 @@ requests there:
 
     streamed    sum of S_m / TPOT_m <= share of the link, and a round <= TPOT / 2
     resident    sum of weights + expected KV <= memory
+    rotating    sum of weights <= memory, and KV <= what takes turns in the rest (`turns_bytes`)
     swapped     the two largest weights + expected KV <= memory, and
                 the link loads each of them once while a client reads `SWAP_TOKENS`
 
@@ -17,12 +18,13 @@ models that run nowhere else. So its request waits for room where it runs, or fo
 """
 
 from heapq import nlargest
-from math import ceil
+from math import ceil, isinf
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.cluster.link_budget import link_demand
 from c2cserve.policy.cluster.placement import ROOMY, Ask, Budgets
 from c2cserve.policy.cluster.slice_load import Instance, SliceLoad
+from c2cserve.policy.slice.rotation import AHEAD_SHARE
 
 SWAP_TOKENS = 24
 """The tokens that a model is on average ahead of its clients when its weights make room.
@@ -34,6 +36,10 @@ number was chosen in simulation.
 
 class LinkAndMemory(Budgets):
     """The budgets of slices whose memory or link is known."""
+
+    def __init__(self, *, rotates: bool = True) -> None:
+        """`rotates`: slices with host memory for KV use it for requests that take turns."""
+        self._rotates = rotates
 
     def bounded(self, load: SliceLoad) -> bool:
         return load.slice.hbm_bytes > 0
@@ -47,9 +53,21 @@ class LinkAndMemory(Budgets):
         sizes = _resident_bytes(load)
         if sum(sizes) + weight_bytes <= free:
             return True
-        if not weight_bytes:  # one more request for models that swap already
-            return sum(nlargest(2, sizes)) <= free
+        if not weight_bytes:  # one more request for models that are there or swap already
+            return sum(nlargest(2, sizes)) <= free or self._take_turns(ask, load, sum(sizes))
         return not ask.runs and _swappable(ask, load, [*sizes, weight_bytes], free)
+
+    def _take_turns(self, ask: Ask, load: SliceLoad, weight_bytes: int) -> bool:
+        """Return whether KV fits beside these weights if requests take turns there."""
+        room = load.slice.hbm_bytes - weight_bytes
+        if not self._rotates or not load.slice.host_kv_bytes or room <= 0:
+            return False
+        link = load.slice.link_bytes_per_s - self.link_bytes_per_s(load)
+        kv_bytes, work = load.kv_bytes + ask.kv_bytes, load.work()
+        tpot_s = min(work.tpot_s, ask.request.slo.tpot_s)
+        mean = kv_bytes / (load.requests + 1)
+        most = turns_bytes(room, load.slice.host_kv_bytes, link, mean, work.round_s, tpot_s)
+        return kv_bytes <= most
 
     def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
         """Return False if its weights stream and the link no longer carries them. Then it must be
@@ -93,6 +111,26 @@ class LinkAndMemory(Budgets):
 
 
 LINK_AND_MEMORY = LinkAndMemory()
+
+
+def turns_bytes(
+    room: float, host_bytes: float, link_bytes_per_s: float, request_bytes: float, round_s: float,
+    tpot_s: float,
+) -> float:  # fmt: skip
+    """Return the KV of requests that can take turns in `room` bytes of HBM and be in time.
+
+    A request is in HBM for `room / KV` of the time. After each step one may come in, over what
+    streams leave of the link. Each must have a token in a TPOT on average:
+
+        (round + request / link) * KV / room <= TPOT
+
+    Exchanges are counted as if none was hidden behind a step, which leaves time for prompts. Those
+    that are away lie in host memory, beside copies that running ones have there."""
+    if link_bytes_per_s <= 0.0 or isinf(round_s):
+        return room
+    turns = tpot_s / (round_s + request_bytes / link_bytes_per_s)
+    away = max(host_bytes * (1.0 - AHEAD_SHARE), host_bytes - room)
+    return max(room, min(room * turns, room + away))
 
 
 def stream_step_s(load: SliceLoad, spec: ModelSpec) -> float:

@@ -39,6 +39,8 @@ class Seq:
     """Its KV is in host memory, or on its way there or back (`policy.slice.kv_rotation`)."""
     since_s: float = 0.0
     """When it began to run or was paused, whichever was later. Only where KV is rotated."""
+    first_s: float | None = None
+    """When it was first seen to have a token of its own. Only where KV is rotated."""
     blocks: list[int] = field(default_factory=list[int])
     notified: int = 0
     """Blocks that the executor was notified of; 0 before the first step since the (re)start."""

@@ -10,6 +10,7 @@ one that is still being read. A request can be paused when it is in no step and 
 since it came in."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from c2cserve.core.actions import Direction, Move
 from c2cserve.core.machine import Slice
@@ -17,24 +18,33 @@ from c2cserve.core.request import BLOCK_TOKENS, blocks_of
 from c2cserve.policy.slice.batching import ActiveModel, Seq
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.prefix_tier import PrefixTier
-from c2cserve.policy.slice.rotation import EagerCopies, KvClaim, KvState, RotationSettings, rotate
-
-_AHEAD_SHARE = 0.5
-"""The share of host memory that copies of running requests may have beside cached prefixes."""
+from c2cserve.policy.slice.rotation import (
+    AHEAD_SHARE,
+    EagerCopies,
+    KvClaim,
+    KvState,
+    Rotation,
+    RotationSettings,
+    lag_s,
+    rotate,
+    step_transfer,
+)
 
 
 class KvRotation:
     def __init__(
         self, arena: KvArena, slice_: Slice, settings: RotationSettings,
-        release_weights: Callable[[ActiveModel], bool],
+        release_weights: Callable[[ActiveModel], bool], computes: Callable[[str], bool],
     ) -> None:  # fmt: skip
-        """`release_weights` releases weights for KV of a model. It returns whether any could go."""
+        """`release_weights` releases weights for KV of a model. It returns whether any could go.
+        `computes`: whether a model's weights are there."""
         self.prefixes: PrefixTier | None = None
         """Cached prefixes in the same host memory. They make way for what is moved out."""
         self._arena = arena
         self._slice = slice_
         self._settings = settings
         self._release_weights = release_weights
+        self._computes = computes
         self._copies = EagerCopies(slice_.host_kv_bytes)
         self._moving: dict[str, tuple[Seq, Direction]] = {}
         self._outgoing_bytes = 0
@@ -77,8 +87,9 @@ class KvRotation:
         running = sum(one.state is KvState.RUNNING for one in claims)
         growth_bytes = running * max((seq.model.block_bytes for seq in by_id.values()), default=0)
         free = max(0, self._room_bytes - held - growth_bytes)
-        rotation = rotate(claims, free, self._settings, now)
-        self.contended = len(claims) > running + len(rotation.prioritized)
+        settings = self._limited(claims, by_id.values(), now)
+        rotation = rotate(claims, free, settings, now)
+        self.contended = self._contends(claims, rotation, now)
         moves: list[Move] = []
         budget = self._settings.transfer_bytes
         for name in rotation.preempted:
@@ -97,6 +108,30 @@ class KvRotation:
                 moves.append(move)
         return moves + self._copy(by_id.values(), budget)
 
+    def _limited(self, claims: list[KvClaim], seqs: Iterable[Seq], now: float) -> RotationSettings:
+        """Return the settings with the B_xfer of this iteration."""
+        settings, link = self._settings, self._slice.link_bytes_per_s
+        if not settings.paced or not link:
+            return settings
+        steps = [seq.model.time.decode_step_s(seq.model.started) for seq in seqs if seq.started]
+        coming = sum(
+            len(seq.blocks) * seq.model.block_bytes
+            for seq, way in self._moving.values() if way == "in"
+        )  # fmt: skip
+        link_bytes = int(link * max(steps, default=0.0))
+        moved = step_transfer(claims, settings, link_bytes, coming, now)
+        return replace(settings, transfer_bytes=moved)
+
+    def _contends(self, claims: list[KvClaim], rotation: Rotation, now: float) -> bool:
+        """Return whether a request that should run now found no room. One that is not due yet
+        waits for its time, not for a place."""
+        settings, come = self._settings, set(rotation.prioritized)
+        return any(
+            one.state is not KvState.RUNNING and one.id not in come
+            and not (settings.paced and lag_s(one, settings, now) <= 0.0)
+            for one in claims
+        )  # fmt: skip
+
     def _claims(self, seqs: Iterable[Seq], now: float) -> list[KvClaim]:
         """Return the requests that hold HBM or want it. The waiting ones among them are no more
         than the next step could take in: room for others would lie idle."""
@@ -104,11 +139,16 @@ class KvRotation:
         waiting: list[Seq] = []
         left = self._slice.max_step_tokens
         for seq in seqs:
+            if seq.first_s is None and seq.length > seq.request.prompt_len:
+                seq.first_s = now
             if not seq.started:
                 waiting.append(seq)
             elif not seq.paused:
                 since_s = seq.since_s if _at_rest(seq) else now
-                claims.append(self._claim(seq, KvState.RUNNING, len(seq.blocks), since_s))
+                claim = self._claim(seq, KvState.RUNNING, len(seq.blocks), since_s)
+                if not self._computes(seq.model.name):  # it falls behind, whatever has its place
+                    claim = replace(claim, due_s=2 * now - since_s)
+                claims.append(claim)
                 left -= max(0, seq.expected - 1 - seq.issued)
             elif not seq.moves:
                 claims.append(self._claim_of_absent(seq))
@@ -134,7 +174,9 @@ class KvRotation:
         # has no KV. If it is not, the model streams from then on.
         least = min(blocks, blocks_of(seq.length)) * seq.model.block_bytes
         size = max(least, min(self._room_bytes, blocks * seq.model.block_bytes))
-        return KvClaim(seq.request.id, state, size, since_s, seq.request.slo)
+        drawn, slo = seq.length - seq.request.prompt_len, seq.request.slo
+        due_s = 0.0 if seq.first_s is None else seq.first_s + drawn * slo.tpot_s
+        return KvClaim(seq.request.id, state, size, since_s, slo, due_s)
 
     def pause(self, seq: Seq, now: float) -> Move | None:
         """Take a request out of HBM: its synced blocks at once, the others when they have been
@@ -169,7 +211,7 @@ class KvRotation:
     def _copy(self, seqs: Iterable[Seq], budget: int) -> list[Move]:
         """Begin to copy blocks that are full by now, as far as this iteration's budget goes."""
         moves: list[Move] = []
-        self._limit_copies(_AHEAD_SHARE)
+        self._limit_copies(AHEAD_SHARE)
         for seq in seqs:
             block = seq.model.block_bytes
             if budget < block:

@@ -7,7 +7,16 @@
     running         -(now - t_run)
 
 (The paper's text calls S_B the TTFT and S_F the TBT target. Its formula, figures and advice on beta
-only make sense the other way round.) `rotate` is its Algorithm 1, largest lag first."""
+only make sense the other way round.) `rotate` is its Algorithm 1, largest lag first.
+
+Ours (`RotationSettings.paced`) measures a request that has begun against its pace. It has a token
+every TBT_SLO from its first one on:
+
+    paused    alpha * (now - due of the next token)
+    running     min(0, now - due of the next token)
+
+So a request that ran faster than its client reads is away until its client has caught up. Measured
+from its last token, each is due again at once, and most of the link's time goes into exchanges."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +35,16 @@ class RotationSettings:
     beta_b: float = 0.0
     beta_f: float = 0.5
     transfer_bytes: int = 2400 * (4 << 20)
+    paced: bool = False
+    """Requests that have begun are measured against their pace, and only one that is due makes
+    another leave. B_xfer is what the link moves in a step, if that is less (`step_transfer`)."""
+
+
+AHEAD_SHARE = 0.5
+"""The share of host memory that copies of running requests may have beside cached prefixes, and
+beside KV that has left HBM."""
+PACED = RotationSettings(paced=True)
+"""What our own policy rotates by."""
 
 
 class KvState(Enum):
@@ -46,6 +65,8 @@ class KvClaim:
     kv_bytes: int
     since_s: float
     slo: Slo
+    due_s: float = 0.0
+    """When its next token is due at its pace. Read if `paced`."""
 
 
 @value
@@ -60,6 +81,10 @@ class Rotation:
 def lag_s(claim: KvClaim, settings: RotationSettings, now: float) -> float:
     """Return the virtual lag time, seconds."""
     passed_s = now - claim.since_s
+    if settings.paced and claim.state is KvState.RUNNING:
+        return min(0.0, now - claim.due_s) if passed_s > 0.0 else 0.0
+    if settings.paced and claim.state is KvState.PAUSED:
+        return settings.alpha * (now - claim.due_s)
     match claim.state:
         case KvState.RUNNING:
             return -passed_s
@@ -67,6 +92,21 @@ def lag_s(claim: KvClaim, settings: RotationSettings, now: float) -> float:
             return max(0.0, passed_s - settings.beta_f * claim.slo.ttft_s)
         case KvState.PAUSED:
             return settings.alpha * max(0.0, passed_s - settings.beta_b * claim.slo.tpot_s)
+
+
+def step_transfer(
+    claims: Iterable[KvClaim], settings: RotationSettings, link_bytes: int, coming_bytes: int,
+    now: float,
+) -> int:  # fmt: skip
+    """Return B_xfer of an iteration: what the link moves in it (`link_bytes`), less what is coming
+    in already. If nothing is, it suffices for the request with the largest lag: else one that is
+    larger than that would never come in. The paper's is an upper bound."""
+    most = min(settings.transfer_bytes, link_bytes)
+    if coming_bytes:
+        return max(0, most - coming_bytes)
+    wanting = [one for one in claims if one.state is not KvState.RUNNING]
+    first = max(wanting, key=lambda one: lag_s(one, settings, now), default=None)
+    return most if first is None else max(most, first.kv_bytes)
 
 
 def rotate(
@@ -88,11 +128,13 @@ def rotate(
     leavers = [t for t in running if lags[t.id] < 0.0]
     leavers.sort(key=lambda t: (lags[t.id], t.id))
     wanting.sort(key=lambda t: (-lags[t.id], t.since_s, t.id))
-    left = free_bytes + min(settings.transfer_bytes, sum(t.kv_bytes for t in leavers))
+    vacated = min(settings.transfer_bytes, sum(t.kv_bytes for t in leavers))
+    left = free_bytes + vacated
     prioritized: list[str] = []  # step 3
     extra = -free_bytes
     for claim in wanting:
-        if claim.kv_bytes <= left:
+        due = lags[claim.id] > 0.0 or not settings.paced
+        if claim.kv_bytes <= left - (0 if due else vacated):
             prioritized.append(claim.id)
             left -= claim.kv_bytes
             extra += claim.kv_bytes

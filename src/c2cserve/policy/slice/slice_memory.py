@@ -33,7 +33,7 @@ class SliceMemory(Generic[ExtraT]):
         self.arena = strategies.arena
         rotation = strategies.rotation
         self._rotation = None if rotation is None else KvRotation(
-            self.arena, slice_, rotation, self._release_weights
+            self.arena, slice_, rotation, self._release_weights, strategies.memory.computes
         )  # fmt: skip
         self.prefixes: PrefixTier | None = None
         """Cached prefixes in host memory; None: they are in the arena only."""

@@ -29,7 +29,7 @@ from c2cserve.policy.slice.batching import (
     headroom_budget,
 )
 from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.slice.rotation import RotationSettings
+from c2cserve.policy.slice.rotation import PACED, RotationSettings
 from c2cserve.policy.weights.weight_memory import WeightMemory
 from c2cserve.policy.weights.weight_room import CACHE_SHARE
 from c2cserve.policy.weights.weight_swapping import WeightSwapping
@@ -116,5 +116,5 @@ def live_strategies(slice_: Slice) -> SliceStrategies[Never]:
     memory = WeightMemory(arena)
     if slice_.swaps_weights:
         memory = swapping_of(arena, slice_, rotates=True)
-    rotation = RotationSettings() if slice_.host_kv_bytes else None
+    rotation = PACED if slice_.host_kv_bytes else None
     return SliceStrategies(arena, memory, rotation=rotation, prefixes=rotation is not None)

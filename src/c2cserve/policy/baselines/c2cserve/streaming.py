@@ -16,4 +16,4 @@ class StreamsOnly(LinkAndMemory):
         return (False, 0) if alone or carries(load, ask.spec, ask.request.slo.tpot_s) else None
 
 
-STREAMS_ONLY = StreamsOnly()
+STREAMS_ONLY = StreamsOnly(rotates=False)
