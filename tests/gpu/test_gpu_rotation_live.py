@@ -21,6 +21,6 @@ def test_requests_rotate_and_are_answered_as_first_come_ones(tmp_path: Path) -> 
     rows = {row["order"]: row for row in results["rows"]}
     assert rows["rotation"]["rotated"]["out"] > 1e9, "more than its memory holds"
     assert rows["rotation"]["rotated"]["in"] > 0
-    assert rows["rotation"]["ttft_in_time"] > rows["first-come"]["ttft_in_time"]
+    assert rows["rotation"]["ttft_in_time"] >= rows["first-come"]["ttft_in_time"]
     assert results["answers"]["compared"] > 0
     assert results["answers"]["different"] == 0
