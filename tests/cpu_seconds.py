@@ -5,7 +5,7 @@ What a test starts and another one ends counts for both, each for its part. They
 time by the clock does, which depends on what runs beside."""
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,9 +41,13 @@ def seconds(root: int) -> float:
     return total / _TICKS_PER_S
 
 
+def _most_first(taken: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(taken.items(), key=lambda one: -one[1])
+
+
 class CpuSeconds:
     def __init__(self) -> None:
-        self._taken: Counter[str] = Counter()
+        self._taken: defaultdict[str, float] = defaultdict(float)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, object, object]:
@@ -66,18 +70,19 @@ class CpuSeconds:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: _Node) -> None:
-        self._taken.update(node.workeroutput[_KEY])
+        for name, taken in node.workeroutput[_KEY].items():
+            self._taken[name] += taken
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         write = terminalreporter.write_line
         terminalreporter.section("CPU seconds")
-        folders: Counter[str] = Counter()
+        folders: defaultdict[str, float] = defaultdict(float)
         for test, taken in self._taken.items():
             folders[str(Path(test.partition("::")[0]).parent if "::" in test else test)] += taken
-        for folder, taken in [*folders.most_common(), ("all", folders.total())]:
+        for folder, taken in [*_most_first(folders), ("all", sum(folders.values()))]:
             write(f"{taken:8.1f}  {folder}")
         terminalreporter.section(f"tests that take more than {SLOW_S:.0f} CPU seconds")
-        for test, taken in self._taken.most_common():
+        for test, taken in _most_first(self._taken):
             if taken > SLOW_S and "::" in test:
                 write(f"{taken:8.1f}  {test}")
 
