@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from example_counts import examples
+from example_counts import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levels import RUNNABLE, TILE_MODEL, as_seen
@@ -33,7 +33,7 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=few(40, 10), deadline=None)
 @given(
     m=st.integers(1, 70),
     n=st.integers(1, 100),
