@@ -5,6 +5,7 @@ What a test starts and another one ends counts for both, each for its part. They
 time by the clock does, which depends on what runs beside."""
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -22,18 +23,19 @@ class _Node(Protocol):
     workeroutput: Mapping[str, dict[str, float]]
 
 
-def seconds(root: int) -> float:
-    """What this process, its descendants, and those of them that have ended took so far."""
+def seconds_below() -> float:
+    """What the descendants of this process took so far, those that have ended included."""
     children: dict[int, list[int]] = {}
     taken: dict[int, int] = {}
+    own = os.getpid()
     for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended
             continue
         children.setdefault(int(fields[1]), []).append(pid)
-        taken[pid] = sum(map(int, fields[11:15]))
-    total, found = 0, [root]
+        taken[pid] = sum(map(int, fields[13:15] if pid == own else fields[11:15]))
+    total, found = 0, [own]
     while found:
         pid = found.pop()
         total += taken.get(pid, 0)
@@ -52,14 +54,15 @@ class CpuSeconds:
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, object, object]:
         found = yield
-        self._taken["collection"] += seconds(os.getpid())
+        self._taken["collection"] += time.process_time()
         return found
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        before = seconds(os.getpid())
+        before, begun = seconds_below(), time.process_time()
         found = yield
-        self._taken[item.nodeid] += seconds(os.getpid()) - before
+        own_s = time.process_time() - begun  # without what it takes to ask about the others
+        self._taken[item.nodeid] += own_s + seconds_below() - before
         return found
 
     @pytest.hookimpl(tryfirst=True)
