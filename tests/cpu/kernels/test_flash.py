@@ -79,7 +79,10 @@ def test_results_of_mixed_steps(gpu: LateGpu, lengths: list[tuple[int, int]]) ->
     assert len(gpu.plans) == 1
 
 
-@pytest.mark.parametrize("window", [1, 16, 40, 400])
+@pytest.mark.parametrize(
+    "window",
+    [1, pytest.param(16, marks=pytest.mark.slow), 40, pytest.param(400, marks=pytest.mark.slow)],
+)
 def test_windows(gpu: LateGpu, window: int) -> None:
     kind = replace(F16, windowed=True)
     case = Case(LONG, 2, layout(1, 64), window=window, flash=at_once(gpu, kind))

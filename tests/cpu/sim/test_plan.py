@@ -22,7 +22,7 @@ from c2cserve.sim.world.hardware import SliceSettings, build
 from c2cserve.sim.world.shapes import catalogue
 
 SPECIALISTS = Path(__file__).parents[3] / "examples" / "specialists" / "catalog.toml"
-STEADY = "synthetic:rate=16,duration=40,sources=16,zipf=0,prompt=300,output=40"
+STEADY = "synthetic:rate=16,duration=16,sources=16,zipf=0,prompt=300,output=40"
 
 
 def planner(
@@ -68,7 +68,7 @@ def test_a_slow_link_binds_and_a_faster_machine_serves_more() -> None:
 
 
 def test_long_prompts_bind_compute() -> None:
-    trace = "synthetic:rate=3,duration=40,sources=1,zipf=0,prompt=12000,output=2"
+    trace = "synthetic:rate=3,duration=20,sources=1,zipf=0,prompt=12000,output=2"
     plan = planner(trace, "llama-3.2-1b", "1,1").largest_catalogue("gh200:mig7", 64)
     assert plan.best is None
     assert plan.binds == "compute"

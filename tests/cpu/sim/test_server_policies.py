@@ -55,10 +55,15 @@ def test_a_record_replays_through_the_policies_of_a_server(tmp_path: Path) -> No
     assert {"Dispatch", "Activate", "Fetch", "Release", "Move", "RunStep"} <= actions_of(path)
 
 
+@pytest.mark.parametrize(
+    "lengths", [",prompt=1000,output=20", pytest.param("", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", get_args(PolicyName))
-def test_a_simulated_preset_is_the_one_that_a_server_runs(name: str, tmp_path: Path) -> None:
+def test_a_simulated_preset_is_the_one_that_a_server_runs(
+    name: str, lengths: str, tmp_path: Path
+) -> None:
     path = tmp_path / "record.jsonl"
-    limit = WorkloadSettings("synthetic:rate=4,duration=20", limit=60)
+    limit = WorkloadSettings(f"synthetic:rate=4,duration=20{lengths}", limit=60)
     scenario = Scenario(
         "h200-x1:green4", "llama-3.2-3b*4", limit, policy=name, as_live=True,
         slices=SliceSettings(kv_share=1.0, host_kv_bytes=4 << 30),
