@@ -1,10 +1,11 @@
-"""What a refusal in an overload costs the server's event loop, and what a token that is written
-costs: processor time of the server's process, with a gateway that does no work.
+"""What a refusal in an overload costs the server's event loop, and what a token that is written.
+
+That is processor time of the server's process, with a gateway that does no work.
 
 python benchmarks/refusal_cost.py [--tree NAME=DIR ...] [--rounds 5] [--count 4000] [--out FILE]
 
-Each --tree is a checkout of this repository. They take turns, so that a ratio between two is from
-one run; without any it is this one. The overload is `policy.cluster.entrance` with a full queue.
+Each --tree is a checkout of this repository, whose own copy of this script is run. They take turns,
+so that a ratio between two is from one run; without any it is this one. The overload is `policy.cluster.entrance` with a full queue.
 
 | case | requests |
 |---|---|
@@ -66,7 +67,8 @@ class FullGateway(InstantGateway):
     ) -> Refused | None:  # fmt: skip
         now = time.monotonic()
         newcomer = Newcomer(model, tenant, ttft_s, now - arrived_s)
-        found = self._entrance.refusal(_FULL, newcomer, preparing, self._inbox.posted(), now)
+        posted = self._inbox.posted()
+        found = self._entrance.refusal(_FULL, newcomer, preparing, posted, {}, now)
         return None if found is None else Refused(429, *found)
 
 
@@ -77,7 +79,8 @@ class TokenGateway(InstantGateway):
         files = super().resolve("m")
         return None if files is None else replace(files, id=name)
 
-    async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
+    async def submit(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
+        job = jobs[0]
         request, at_once = job.request, int(job.request.model)
         tokens = tuple(range(70, 70 + at_once))
         for sent in range(0, request.max_new_tokens, at_once):
@@ -103,7 +106,10 @@ class Server:
         listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port = int(listener.getsockname()[1])
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", kind, "--descriptor", str(listener.fileno())],
+            [
+                sys.executable, str(tree / "benchmarks" / Path(__file__).name), "--serve", kind,
+                "--descriptor", str(listener.fileno()),
+            ],
             env={**os.environ, "PYTHONPATH": str(tree / "src")}, pass_fds=[listener.fileno()],
             stderr=subprocess.DEVNULL,
         )  # fmt: skip

@@ -62,7 +62,8 @@ class FrontEndSimulation(Simulation):
         self._work: deque[tuple[Callable[..., float], tuple[object, ...]]] = deque()
         """What the event loop still has to do. Each call returns how long it takes."""
         self._busy = False
-        self._preparing = Counter[str]()
+        self._preparing, self._present = Counter[str](), Counter[str]()
+        """Tenant -> its requests that are being prepared, and those that are beyond that."""
         self.first_s: dict[str, float] = {}
         """When clients had their first tokens."""
         self.refusals_s: list[float] = []
@@ -129,7 +130,9 @@ class FrontEndSimulation(Simulation):
         newcomer = Newcomer(
             request.model, request.tenant, request.slo.ttft_s, now - request.arrival_s
         )
-        found = self._entrance.refusal(self._backlog, newcomer, self._preparing, {}, now)
+        found = self._entrance.refusal(
+            self._backlog, newcomer, self._preparing, {}, self._present, now
+        )
         if found is not None:
             self._refused(self.requests.live[request.id], found[1], now + self._costs.read_s)
             self.refusals_s.append(now + self._costs.read_s - request.arrival_s)
@@ -144,6 +147,7 @@ class FrontEndSimulation(Simulation):
 
     def _prepared(self, request: Request) -> None:
         self._preparing[request.tenant] -= 1
+        self._present[request.tenant] += 1
         self._entrance.prepared()
         super().notify(ev.Arrived(request))
 
@@ -156,6 +160,11 @@ class FrontEndSimulation(Simulation):
         if tracked is not None:
             now = self.first_s[request_id] = self.timeline.now
             super().notify(ev.FirstToken(request_id, now - tracked.request.arrival_s))
+
+    def _left(self, request: Request) -> None:
+        self._present[request.tenant] -= 1
+        if not self._present[request.tenant]:
+            del self._present[request.tenant]
 
     # ---- requests end ---------------------------------------------------------------------------
 
@@ -171,6 +180,7 @@ class FrontEndSimulation(Simulation):
                 self._backlog = action
             case act.Reject(request_id, 429, _, least_s):
                 now, tracked = self.timeline.now, self.requests.live[request_id]
+                self._left(tracked.request)
                 retry_s = self._entrance.retry_s(self._backlog, least_s, now)
                 self._add(lambda: self._costs.read_s)
                 self._refused(tracked, retry_s, now)
@@ -178,6 +188,7 @@ class FrontEndSimulation(Simulation):
                 super().submit(action)
 
     def _end(self, tracked: TrackedRequest, ending: Ending) -> None:
+        self._left(tracked.request)
         # A short answer may end before its first token was handed out.
         self.first_s.setdefault(tracked.request.id, self.timeline.now)
         self._add(lambda: self._costs.token_s * tracked.sampled)
