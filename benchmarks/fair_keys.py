@@ -5,8 +5,8 @@ python benchmarks/fair_keys.py [--catalog examples/specialists/catalog.toml] [--
 
 `c2cserve serve` has two keys. In each round the second one sends requests one after the other:
 first alone, then beside loops of the first key. These ask for many choices at a time, and at once
-again after each answer or refusal. The loops run in a process of their own. Of both: time per request, refusals
-for load; of the loops: requests answered.
+again after each answer or refusal. The loops run in a process of their own. Results are the time
+per request and refusals for load of the second key, and what the loops got.
 """
 
 import argparse

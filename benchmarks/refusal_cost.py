@@ -5,13 +5,15 @@ That is processor time of the server's process, with a gateway that does no work
 python benchmarks/refusal_cost.py [--tree NAME=DIR ...] [--rounds 5] [--count 4000] [--out FILE]
 
 Each --tree is a checkout of this repository, whose own copy of this script is run. They take turns,
-so that a ratio between two is from one run; without any it is this one. The overload is `policy.cluster.entrance` with a full queue.
+so that a ratio between two is from one run; without any it is this one. The overload is
+`policy.cluster.entrance` with a full queue.
 
 | case | requests |
 |---|---|
 | kept | on kept connections, all with one head: what most clients send |
 | other_heads | on kept connections, each with an id of its own |
 | connections | each on a connection of its own |
+| health | `GET /health` on kept connections: the least that an answer costs |
 | tokens | none is refused; answers of 256 tokens, streamed, one token at a time |
 | tokens_of_4 | the same, four tokens at a time: as a paced client gets them |
 """
@@ -44,7 +46,10 @@ from c2cserve.server.settings import ServerSettings
 from c2cserve.serving.controller.inbox import Inbox
 from c2cserve.serving.logs import setup_logging
 
-CASES = {"refusals": ("kept", "other_heads", "connections"), "tokens": ("tokens", "tokens_of_4")}
+CASES = {
+    "refusals": ("kept", "other_heads", "connections", "health"),
+    "tokens": ("tokens", "tokens_of_4"),
+}
 """The kind of server -> its cases."""
 _CONNECTIONS = 16
 _TOKENS = 256
@@ -169,6 +174,8 @@ class Clients:
             f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{more}"
             f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         )
+        if self._case == "health":
+            head, data = "GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", b""
         connection.sendall(head.encode() + data)
 
     def run(self, count: int) -> None:
@@ -191,7 +198,8 @@ class Clients:
             if got.endswith(b"0\r\n\r\n"):
                 self._send(connection)
             return
-        assert got.startswith(b"HTTP/1.1 429"), got
+        expected = b"HTTP/1.1 200" if self._case == "health" else b"HTTP/1.1 429"
+        assert got.startswith(expected), got
         self.done += 1
         if self._case != "connections":
             self._send(connection)
