@@ -160,9 +160,9 @@ def _within_share(
     tenant: str, preparing: Mapping[str, int], present: Mapping[str, int], places: int
 ) -> bool:
     """Return whether a tenant has less than its share with one request more."""
+    if len(preparing) <= (tenant in preparing) and len(present) <= (tenant in present):
+        return False  # there is no other
     tenants = len(preparing.keys() | present.keys() | {tenant})
-    if tenants < 2:
-        return False
     own = preparing.get(tenant, 0) + present.get(tenant, 0) + 1
     total = sum(preparing.values()) + sum(present.values()) + 1
     return within_share(own, total, tenants, places)

@@ -11,15 +11,15 @@ of a request whose head is known, only the body is read.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _HEAD_BYTES_MAX = 4096
 """Longer heads are not held, so that they take little memory."""
 _HEADS_MAX = 1024
 _DIGITS_MAX = 9
 _VARYING = re.compile(
-    rb"\r\n(content-length|x-request-id|traceparent|tracestate|idempotency-key"
-    rb"|x-stainless-retry-count|x-stainless-read-timeout):[ \t]*([!-~]{1,256})(?=\r\n)",
-    re.IGNORECASE,
+    rb"\r\n(?=[CcXxTtIi])((?i:content-length|x-request-id|traceparent|tracestate|idempotency-key"
+    rb"|x-stainless-retry-count|x-stainless-read-timeout)):[ \t]*([!-~]{1,256})(?=\r\n)"
 )
 """Fields whose values differ from one request to the next, and decide nothing about a refusal."""
 _LENGTH = b"content-length"
@@ -48,8 +48,7 @@ def first_fields(fields: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class KnownRequest:
+class KnownRequest(NamedTuple):
     """A whole request whose head is known."""
 
     caller: Caller
