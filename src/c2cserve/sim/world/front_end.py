@@ -64,6 +64,8 @@ class FrontEndSimulation(Simulation):
         self._busy = False
         self._preparing, self._present = Counter[str](), Counter[str]()
         """Tenant -> its requests that are being prepared, and those that are beyond that."""
+        self._judged: dict[str, tuple[str, float] | None] = {}
+        """What was decided of requests of several choices."""
         self.first_s: dict[str, float] = {}
         """When clients had their first tokens."""
         self.refusals_s: list[float] = []
@@ -127,12 +129,7 @@ class FrontEndSimulation(Simulation):
 
     def _read(self, request: Request) -> float:
         now = self.timeline.now
-        newcomer = Newcomer(
-            request.model, request.tenant, request.slo.ttft_s, now - request.arrival_s
-        )
-        found = self._entrance.refusal(
-            self._backlog, newcomer, self._preparing, {}, self._present, now
-        )
+        found = self._judge(request, now)
         if found is not None:
             self._refused(self.requests.live[request.id], found[1], now + self._costs.read_s)
             self.refusals_s.append(now + self._costs.read_s - request.arrival_s)
@@ -140,6 +137,21 @@ class FrontEndSimulation(Simulation):
         self._preparing[request.tenant] += 1
         self._add(self._prepare, request)
         return self._costs.read_s
+
+    def _judge(self, request: Request, now: float) -> tuple[str, float] | None:
+        """Return why a request is refused, and when to try again. Its choices are read together, so
+        what is decided of the first holds for all."""
+        if request.group in self._judged:
+            return self._judged[request.group]
+        newcomer = Newcomer(
+            request.model, request.tenant, request.slo.ttft_s, now - request.arrival_s
+        )
+        found = self._entrance.refusal(
+            self._backlog, newcomer, self._preparing, {}, self._present, now
+        )  # fmt: skip
+        if request.group:
+            self._judged[request.group] = found
+        return found
 
     def _prepare(self, request: Request) -> float:
         self.timeline.at(self.timeline.now + self._costs.prepare_s, self._prepared, request)
