@@ -1,16 +1,20 @@
-"""What a refusal in an overload costs the server's event loop, and what a token that is written
-costs: processor time of the server's process, with a gateway that does no work.
+"""What a refusal in an overload costs the server's event loop, and what a token that is written.
 
-python benchmarks/refusal_cost.py [--tree NAME=DIR ...] [--rounds 5] [--count 4000] [--out FILE]
+That is processor time of the server's process, with a gateway that does no work.
 
-Each --tree is a checkout of this repository. They take turns, so that a ratio between two is from
-one run; without any it is this one. The overload is `policy.cluster.entrance` with a full queue.
+python benchmarks/refusal_cost.py [--tree NAME=DIR ...] [--cases kept,tokens] [--rounds 5]
+    [--count 4000] [--out FILE]
+
+Each --tree is a checkout of this repository, whose own copy of this script is run. They take turns,
+so that a ratio between two is from one run; without any it is this one. The overload is
+`policy.cluster.entrance` with a full queue.
 
 | case | requests |
 |---|---|
 | kept | on kept connections, all with one head: what most clients send |
 | other_heads | on kept connections, each with an id of its own |
 | connections | each on a connection of its own |
+| health | `GET /health` on kept connections: the least that an answer costs |
 | tokens | none is refused; answers of 256 tokens, streamed, one token at a time |
 | tokens_of_4 | the same, four tokens at a time: as a paced client gets them |
 """
@@ -43,10 +47,14 @@ from c2cserve.server.settings import ServerSettings
 from c2cserve.serving.controller.inbox import Inbox
 from c2cserve.serving.logs import setup_logging
 
-CASES = {"refusals": ("kept", "other_heads", "connections"), "tokens": ("tokens", "tokens_of_4")}
+CASES = {
+    "refusals": ("kept", "other_heads", "connections", "health"),
+    "tokens": ("tokens", "tokens_of_4"),
+}
 """The kind of server -> its cases."""
 _CONNECTIONS = 16
 _TOKENS = 256
+_SETTLE_S = 3.0
 _FULL = Backlog(100.0, (("", 1000),), ("m",))
 
 
@@ -66,7 +74,8 @@ class FullGateway(InstantGateway):
     ) -> Refused | None:  # fmt: skip
         now = time.monotonic()
         newcomer = Newcomer(model, tenant, ttft_s, now - arrived_s)
-        found = self._entrance.refusal(_FULL, newcomer, preparing, self._inbox.posted(), now)
+        posted = self._inbox.posted()
+        found = self._entrance.refusal(_FULL, newcomer, preparing, posted, {}, now)
         return None if found is None else Refused(429, *found)
 
 
@@ -77,7 +86,8 @@ class TokenGateway(InstantGateway):
         files = super().resolve("m")
         return None if files is None else replace(files, id=name)
 
-    async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
+    async def submit(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
+        job = jobs[0]
         request, at_once = job.request, int(job.request.model)
         tokens = tuple(range(70, 70 + at_once))
         for sent in range(0, request.max_new_tokens, at_once):
@@ -103,7 +113,10 @@ class Server:
         listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port = int(listener.getsockname()[1])
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", kind, "--descriptor", str(listener.fileno())],
+            [
+                sys.executable, str(tree / "benchmarks" / Path(__file__).name), "--serve", kind,
+                "--descriptor", str(listener.fileno()),
+            ],
             env={**os.environ, "PYTHONPATH": str(tree / "src")}, pass_fds=[listener.fileno()],
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
@@ -163,6 +176,8 @@ class Clients:
             f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{more}"
             f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         )
+        if self._case == "health":
+            head, data = "GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", b""
         connection.sendall(head.encode() + data)
 
     def run(self, count: int) -> None:
@@ -185,7 +200,11 @@ class Clients:
             if got.endswith(b"0\r\n\r\n"):
                 self._send(connection)
             return
-        assert got.startswith(b"HTTP/1.1 429"), got
+        if self._case == "health":
+            if not got.endswith(b"}"):
+                return  # its content comes by itself
+        else:
+            assert got.startswith(b"HTTP/1.1 429"), got
         self.done += 1
         if self._case != "connections":
             self._send(connection)
@@ -205,6 +224,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tree", action="append", help="NAME=DIR; default: after=this checkout")
+    parser.add_argument("--cases", help="some of them, comma-separated; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--count", type=int, default=4000, help="refusals or tokens of each case")
     parser.add_argument("--out", type=Path, help="JSON")
@@ -216,9 +236,13 @@ def main() -> None:
     named = [one.partition("=") for one in given.tree or [f"after={ROOT}"]]
     trees = {name: Path(folder).resolve() for name, _, folder in named}
     results: dict[str, Any] = {"commits": {name: _commit(one) for name, one in trees.items()}}
-    for kind, cases in CASES.items():
+    for kind, known in CASES.items():
+        cases = [one for one in known if not given.cases or one in given.cases.split(",")]
         servers = {name: Server(kind, tree) for name, tree in trees.items()}
         try:
+            for server in servers.values():  # what a start leaves behind is no refusal's cost
+                server.us_each(known[0], given.count)
+            time.sleep(_SETTLE_S)
             results |= _measure(servers, cases, given.rounds, given.count)
         finally:
             for server in servers.values():

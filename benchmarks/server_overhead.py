@@ -53,7 +53,8 @@ class InstantGateway:
     ) -> None:  # fmt: skip
         return None
 
-    async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
+    async def submit(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
+        job = jobs[0]
         request = job.request
         for i in range(request.max_new_tokens):
             await asyncio.sleep(0)

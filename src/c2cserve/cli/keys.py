@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from c2cserve.server.access.mistakes import field_of, requirement
 from c2cserve.server.access.secret import make_key
 from c2cserve.server.access.usage import as_csv
 from c2cserve.server.access.usage_log import sum_lines
-from c2cserve.terminal.output import CliError, console, print_json
+from c2cserve.terminal.output import CliError, print_columns, print_json
 
 app = typer.Typer(
     help="Make, list and revoke API keys; show their usage.",
@@ -114,7 +114,7 @@ def list_keys(keys: FileOption, as_json: JsonOption = False) -> None:
         ]
         for one in shown
     ]  # fmt: skip
-    _print_table(("name", "tenant", "id", "state", "created", "expires", "limits"), rows)
+    print_columns(("name", "tenant", "id", "state", "created", "expires", "limits"), rows)
 
 
 @app.command("revoke")
@@ -163,7 +163,7 @@ def usage(
         sys.stdout.write(as_csv(rows))
     else:
         heads = ("key", "tenant", "model", "requests", "prompt", "cached", "output")
-        _print_table(heads, [[str(value) for value in row.values()] for row in rows], numbers=4)
+        print_columns(heads, [[str(value) for value in row.values()] for row in rows], numbers=4)
 
 
 def _of_log(path: Path) -> dict[str, Any]:
@@ -268,16 +268,3 @@ def _show_limits(limits: Any) -> str:
         for name, value in shown.items()
     ]
     return ", ".join(parts) or "-"
-
-
-def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> None:
-    """`numbers`: how many of the last columns are numbers."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table()
-    for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number >= len(heads) - numbers else "left")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    console().print(table)

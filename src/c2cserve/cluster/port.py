@@ -212,7 +212,7 @@ class _Front(Peer):
     async def _run(self, job: Job, age_s: float) -> None:
         request_id = job.request.id
         try:
-            async with aclosing(self._port.gateway.submit(self._own(job, age_s))) as deltas:
+            async with aclosing(self._port.gateway.submit([self._own(job, age_s)])) as deltas:
                 async for delta in deltas:
                     self.send(msg.Output(delta.renamed(request_id)))
         except Refused as refused:

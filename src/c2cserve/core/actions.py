@@ -112,6 +112,8 @@ class Backlog:
     """Versions that some of them wait for. Other models' requests may find places at once."""
     share: float = 0.5
     """The share of its TTFT target that a newcomer may be expected to wait for."""
+    places: int = 0
+    """How many requests the slices take."""
 
 
 ClusterAction = (

@@ -41,6 +41,9 @@ class Request:
     priority: int = 0
     tenant: str = ""
     sent: int = 0
+    group: str = ""
+    """Choices of one request have the same: they are let in or refused together. Empty: it has only
+    this one."""
 
     def __post_init__(self) -> None:
         if self.prompt_len < 1 or self.max_new_tokens < 1:

@@ -146,13 +146,16 @@ class Gateway(Protocol):
         """Whether `overload` may refuse any request now."""
         ...
 
-    def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
-        """Run a job. The iterator ends after the delta that has `finish`; closing it early (or
-        `cancel`) frees the request's memory. Raises `Refused` from the first `__anext__`, which
-        is `Superseded` if the job was prepared for a version that was replaced meanwhile."""
+    def submit(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
+        """Run the choices of a request: they are let in or refused together. The iterator has the
+        deltas of all, each choice's in order. Closing it cancels those that have not finished; it
+        need not end by itself. Raises `Refused` from the first `__anext__`, which is `Superseded`
+        if the jobs were prepared for a version that was replaced meanwhile."""
         ...
 
-    def cancel(self, request_id: str) -> None: ...
+    def cancel(self, request_id: str) -> None:
+        """End one choice, and free its memory. The others go on."""
+        ...
 
     def snapshot(self) -> Snapshot: ...
 

@@ -1,12 +1,10 @@
 """One choice of an answer: deltas in, text out, and all that a response reports of it."""
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
-from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.errors import ApiError
 from c2cserve.server.prepare import Prepared
 from c2cserve.server.text.detokenize import Detokenizer, StopStrings
@@ -70,27 +68,13 @@ class ChoiceStream:
         """The stop string that ended the output, None if another reason did."""
         return self._stops.found or None
 
-    async def pieces(self, gateway: Gateway) -> AsyncGenerator[ChoicePiece, None]:
-        """Yield the output. Raises `Refused` from the first step if the job is not accepted, and
-        ApiError (500) if it fails."""
-        self.prepared_s = time.monotonic()
-        deltas = gateway.submit(self.job)
+    def add(self, delta: Delta) -> ChoicePiece:
+        """Return what a delta shows. Raises ApiError (500) if the choice fails."""
         try:
-            async for delta in deltas:
-                piece = self._piece(delta)
-                yield piece
-                if piece.finish is not None:
-                    return
-        except Refused as refused:
-            self.finish, self.error = "refused", refused.reason
-            raise
+            return self._piece(delta)
         except TokenizerError as error:
             self.finish, self.error = "error", str(error)
             raise ApiError(500, f"the output cannot be shown: {error}") from error
-        finally:
-            # Closing it before its end (a stop string, a client gone) frees the job's memory.
-            await deltas.aclose()
-            self.finish = self.finish or "abort"
 
     def ttft_parts_ms(self) -> dict[str, float]:
         """Return where the time to the first token went, if there was one: parts that add up."""

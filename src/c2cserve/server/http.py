@@ -258,6 +258,7 @@ class HttpProtocol(SheddingProtocol):
         if self._phase == "idle":
             if self._refused_unparsed(data):
                 self._refused_s = self.loop.time()
+                self._over = self.transport.is_closing()
                 self.all.idle(self)
                 return
             self._piece, self._reading = data, True

@@ -46,41 +46,33 @@ class Inference:
     async def _pieces(self, answer: Answer) -> AsyncGenerator[ChoicePiece, None]:
         """Yield pieces of all choices as they arrive. At the end, of any kind, every choice is
         ended, counted and logged."""
-        alone = len(answer.choices) == 1
-        merged = _of(answer.choices[0], self._gateway) if alone else self._merged(answer.choices)
+        choices = {one.job.request.id: one for one in answer.choices}
+        prepared_s, left = time.monotonic(), len(choices)
+        for one in answer.choices:
+            one.prepared_s = prepared_s
         try:
-            async with aclosing(merged) as pieces:
-                async for piece in pieces:
+            async with aclosing(self._gateway.submit(answer.prepared.jobs)) as deltas:
+                while left:
+                    delta = await anext(deltas)
+                    choice = choices[delta.request_id]
+                    if choice.finish:
+                        continue  # it has ended with a stop string
+                    piece = choice.add(delta)
                     answer.lease.produced(piece.tokens)
+                    left -= piece.finish is not None
+                    if left and piece.finish is not None and delta.finish is None:
+                        self._gateway.cancel(delta.request_id)
                     yield piece
+        except Refused as refused:
+            for one in answer.choices:
+                if not one.finish:
+                    one.finish, one.error = "refused", refused.reason
+            raise
         finally:
+            for one in answer.choices:
+                one.finish = one.finish or "abort"
             answer.lease.close(answer.prepared, answer.choices)
             self._note(answer)
-
-    async def _merged(self, choices: Sequence[ChoiceStream]) -> AsyncGenerator[ChoicePiece, None]:
-        queue: asyncio.Queue[ChoicePiece | Exception] = asyncio.Queue()
-
-        async def pump(choice: ChoiceStream) -> None:
-            try:
-                async with aclosing(_of(choice, self._gateway)) as pieces:
-                    async for piece in pieces:
-                        queue.put_nowait(piece)
-            except (Refused, ApiError) as error:
-                queue.put_nowait(error)
-
-        tasks = [asyncio.create_task(pump(choice)) for choice in choices]
-        try:
-            left = len(choices)
-            while left:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                left -= item.finish is not None
-                yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _note(self, answer: Answer) -> None:
         now = time.monotonic()
@@ -154,12 +146,6 @@ class Inference:
             content = writer.whole(by_choice)
         headers = _timing_headers(answer.choices)
         return Response(content, 200, headers, media_type="application/json")
-
-
-async def _of(choice: ChoiceStream, gateway: Gateway) -> AsyncGenerator[ChoicePiece, None]:
-    async with aclosing(choice.pieces(gateway)) as pieces:
-        async for piece in pieces:
-            yield piece
 
 
 async def _all(pieces: AsyncGenerator[ChoicePiece, None]) -> dict[int, list[ChoicePiece]]:

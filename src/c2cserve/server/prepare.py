@@ -180,23 +180,28 @@ class Preparer:
             _header_ms(headers, "x-slo-tpot-ms", files.tpot_s),
         )
         jobs: list[Job] = []
+        several = len(prompts) * asked.n > 1
+        group = self._id() if several else ""
         for number in range(len(prompts) * asked.n):
             if number and number % _JOBS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             prompt = prompts[number // asked.n]
             choice = number % asked.n
-            jobs.append(self._job(files, asked, prompt, choice, slo, incoming))
+            jobs.append(self._job(files, asked, prompt, choice, slo, incoming, group))
         return Prepared(asked, vocabulary, prompts, jobs, incoming.read_s)
+
+    def _id(self) -> str:
+        return f"{next(self._ids) % 2**64:016x}"
 
     def _job(
         self, files: ModelFiles, asked: Asked, prompt: PreparedPrompt, choice: int, slo: Slo,
-        incoming: IncomingRequest,
+        incoming: IncomingRequest, group: str,
     ) -> Job:  # fmt: skip
         sampling = asked.sampling
         if choice:
             sampling = replace(sampling, seed=(sampling.seed + choice) % 2**64)
         request = Request(
-            id=f"{next(self._ids) % 2**64:016x}",
+            id=self._id(),
             model=files.key,
             prompt_len=len(prompt.tokens),
             max_new_tokens=prompt.max_new_tokens,
@@ -205,6 +210,7 @@ class Preparer:
             prefix_hashes=prompt.hashes,
             priority=files.priority if asked.priority is None else asked.priority,
             tenant=incoming.tenant,
+            group=group,
         )
         return Job(request, prompt.tokens, sampling)
 

@@ -2,6 +2,7 @@
 
 import json
 import stat
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from c2cserve.cli.keys import app as keys_app
 from c2cserve.cli.main import app
-from c2cserve.server.access.keyfile import read_keys
+from c2cserve.server.access.keyfile import KeyRecord, KeysFile, change_keys, read_keys
+from c2cserve.server.access.quota import KeyLimits
 from c2cserve.server.access.secret import is_secret, split_key
 
 
@@ -190,3 +192,25 @@ def test_a_broken_keys_file_is_said_in_words(path: Path, capsys: Any) -> None:
 def test_commands() -> None:
     names = {command.name for command in keys_app.registered_commands}
     assert names == {"add", "list", "revoke", "reload", "usage"}
+
+
+def test_ten_thousand_keys_are_listed_in_a_second_of_processor_time(
+    path: Path, capsys: Any
+) -> None:
+    created = datetime(2026, 1, 1, tzinfo=UTC)
+    records = tuple(
+        KeyRecord(
+            id=f"{number:012x}", name=f"team-{number}", salt="0" * 32, sha256="0" * 64,
+            created=created, limits=KeyLimits(models=("org/*\x1b[2J",)),
+        )
+        for number in range(10_000)
+    )  # fmt: skip
+    change_keys(path, lambda file: KeysFile(file.version, records))
+    for args in (("list",), ("add", "more"), ("revoke", "team-9999")):
+        began_s = time.process_time()
+        assert run(*args, "--keys", str(path)) == 0
+        assert time.process_time() - began_s < 1.0, args
+    assert run("list", "--keys", str(path)) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {number:012x} " in shown for number in (0, 9_999))
+    assert "\x1b" not in shown

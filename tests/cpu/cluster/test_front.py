@@ -230,7 +230,7 @@ async def test_a_front_needs_the_secret() -> None:
 async def test_a_client_that_leaves_frees_the_node() -> None:
     async with PlayedFront(*nodes(1, step_s=0.01)) as front:
         job = front.job(count=1000)
-        stream = front.gateway.submit(job)
+        stream = front.gateway.submit([job])
         await anext(stream)
         await stream.aclose()
         engine = front.nodes[0].engine

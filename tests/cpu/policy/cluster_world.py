@@ -2,6 +2,7 @@
 checks of what a real controller relies on."""
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -303,10 +304,19 @@ class ClusterTestWorld:
     # ---- invariants -----------------------------------------------------------------------------
 
     def check(self) -> None:
-        waiting = 0
+        waiting, begun = Counter[str](), set[str]()
         for live in self.jobs.values():
-            waiting += not live.ended and live.slice_id is None and not live.resumed
-        assert waiting <= self.settings.max_waiting
+            if not live.ended and live.slice_id is None and not live.resumed:
+                waiting[live.request.group] += 1
+            elif live.request.group:
+                begun.add(live.request.group)
+        # A request of many choices is let in as a whole, and refused no more once it has begun.
+        for group in begun:
+            del waiting[group]
+        largest = max((count for group, count in waiting.items() if group), default=1)
+        assert waiting.total() - largest < self.settings.max_waiting
         for up in self.slices.values():
             assert len(up.active) <= up.slice.max_active
-            assert len(up.running) <= 2 * up.slice.max_batch
+            # A tenant gets its share of a slice at once, also of one that is full.
+            tenants = {self.jobs[one].request.tenant for one in up.running}
+            assert len(up.running) <= 2 * up.slice.max_batch * (2 if len(tenants) > 1 else 1)

@@ -20,10 +20,10 @@ LONG = Backlog(100.0, (("A", 80),), ("m",))
 def refused(
     check: Entrance, backlog: Backlog, model: str, tenant: str, ttft_s: float,
     preparing: Mapping[str, int] | None = None, now: float = 0.0, waited_s: float = 0.0,
-    posted: Mapping[str, int] | None = None,
+    posted: Mapping[str, int] | None = None, present: Mapping[str, int] | None = None,
 ) -> tuple[str, float] | None:  # fmt: skip
     newcomer = Newcomer(model, tenant, ttft_s, waited_s)
-    return check.refusal(backlog, newcomer, preparing or {}, posted or {}, now)
+    return check.refusal(backlog, newcomer, preparing or {}, posted or {}, present or {}, now)
 
 
 def test_without_an_overload_all_are_let_in() -> None:
@@ -194,3 +194,16 @@ def test_after_a_quiet_time_retries_are_early_again() -> None:
     assert retries.mean_s > 5.0
     retries.after_s(0.0, 1.0, 200.0)
     assert retries.mean_s == 1.0
+
+
+def test_a_tenant_with_less_than_its_share_is_let_in_whatever_others_ask() -> None:
+    check = Entrance(burst_s=0.5)
+    backlog = Backlog(1.0, (("A", 80),), ("m",), 0.05, places=16)
+    assert refused(check, backlog, "m", "A", 1.0, present={"A": 80}) is not None
+    for read_late_s in (0.0, 0.9):
+        for own in range(8):
+            present = {"A": 80, "B": own}
+            assert not refused(check, backlog, "m", "B", 1.0, present=present, waited_s=read_late_s)
+    assert refused(check, backlog, "m", "B", 1.0, present={"A": 80, "B": 8}) is not None
+    alike = {"A": 3, "B": 3}
+    assert refused(check, backlog, "m", "B", 1.0, present=alike) is not None, "as much as others"

@@ -48,6 +48,7 @@ class FakeGateway:
     )
     """What `overload` was asked."""
     admin_refusal: Refused | None = None
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
     ready: bool = True
     healthy: bool = True
     draining: bool = False
@@ -66,19 +67,38 @@ class FakeGateway:
     def may_refuse(self) -> bool:
         return self.may_be_refused or self.overloaded is not None
 
-    async def submit(self, job: Job) -> AsyncIterator[Delta]:
-        play = self.play(job)
-        self.jobs.append(job)
+    async def submit(self, jobs: Sequence[Job]) -> AsyncIterator[Delta]:
+        queue: asyncio.Queue[Delta | Refused] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._run(job, queue)) for job in jobs]
+        self._tasks |= {job.request.id: task for job, task in zip(jobs, tasks, strict=True)}
+        left = len(jobs)
         try:
+            while left:
+                item = await queue.get()
+                if isinstance(item, Refused):
+                    raise item
+                left -= item.finish is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, job: Job, queue: "asyncio.Queue[Delta | Refused]") -> None:
+        try:
+            play = self.play(job)
+            self.jobs.append(job)
             if play.refuse is not None:
-                raise play.refuse
+                queue.put_nowait(play.refuse)
+                return
             async for delta in _deltas(job, play):
-                yield delta
+                queue.put_nowait(delta)
         finally:
             self.ended.append(job.request.id)
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
+        self._tasks[request_id].cancel()
 
     def models(self) -> Sequence[ModelStatus]:
         return [

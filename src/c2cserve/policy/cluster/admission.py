@@ -6,17 +6,21 @@ late is refused on arrival, and so is what waits and is late. Else a late reques
 because requests that can be in time go before it (`policy.cluster.queue`). It waits for a quiet
 moment, until its patience ends.
 
+Choices of one request are refused together, and none of them once one was sent to a slice: then
+they wait for their turns. Nor is a tenant refused that has less than its share.
+
 What delays a first token beside the queue is not foreseen but learned (`InTimeShare`): the more
 first tokens were late, the shorter the queue.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from c2cserve.core.actions import Backlog, Reject
 from c2cserve.core.request import Request
-from c2cserve.policy.cluster.feedback import InTimeShare, Throughput
+from c2cserve.policy.cluster.fairness import FairShares
+from c2cserve.policy.cluster.feedback import InTimeShare, Pace, Throughput
 from c2cserve.policy.cluster.placement import worth_a_try
 from c2cserve.policy.cluster.pool_residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
@@ -82,38 +86,6 @@ class Standing:
             self._pressed_s = now
 
 
-class Pace:
-    """The share of the targets that predicted times may take on a CPU slice in an overload.
-    Predictions leave out what comes between steps: other prompts, other work on the cores.
-
-    It falls when an answer was too slow. Those that were sent before it fell tell nothing about its
-    new value."""
-
-    LEAST = 0.1
-    MOST = 1.0
-    LOWER = 0.75
-    HIGHER = 1.005
-    SLOW_S = 5.0
-
-    def __init__(self) -> None:
-        self.share = self.MOST
-        self._lowered_s = self._slow_s = -inf
-
-    def slow(self, now: float) -> bool:
-        """Return whether an answer was too slow lately."""
-        return now - self._slow_s < self.SLOW_S
-
-    def note(self, *, late: bool, sent_s: float, now: float) -> None:
-        """Learn from an answer's time per token. `sent_s`: when it was sent to its slice."""
-        self._slow_s = now if late else self._slow_s
-        if sent_s < self._lowered_s:
-            return
-        factor = self.LOWER if late else self.HIGHER
-        self.share = min(self.MOST, max(self.LEAST, self.share * factor))
-        if late:
-            self._lowered_s = now
-
-
 def refusal(
     request: Request, ahead: int, throughput: Throughput, patience: float, now: float,
     *, foresee: bool = True,
@@ -136,9 +108,10 @@ class Admission:
 
     def __init__(
         self, settings: AdmissionSettings, queue: WaitingQueue, models: Mapping[str, ModelBook],
-        slices: Mapping[str, SliceLoad],
+        slices: Mapping[str, SliceLoad], shares: FairShares,
     ) -> None:  # fmt: skip
         self._settings = settings
+        self._shares = shares
         self._queue = queue
         self._models = models
         self._slices = slices
@@ -155,8 +128,9 @@ class Admission:
         self._ended: list[tuple[Request, float, float, int]] = []
         """The same of those that have finished, and their lengths: their times are not known yet,
         because no clock is read while events are applied."""
-        self._sent: dict[str, tuple[Request, float, str]] = {}
-        """Requests without a first token, when they were sent to their slices, and to which."""
+        self._sent: dict[str, tuple[Request, float, str, bool]] = {}
+        """Requests without a first token, when they were sent to their slices, and to which.
+        Whether another choice had begun: then nothing was foreseen of its first token."""
         self._starts = Starts()
         self._no_slice_since_s: float | None = None
         self.recheck_s = self._hopeless_check_s = 0.0
@@ -171,10 +145,11 @@ class Admission:
         """Whether more is asked than can be done."""
         return self._standing.is_long
 
-    def sent(self, request: Request, slice_id: str, now: float) -> None:
-        """Note that a request goes to a slice."""
-        self._sent[request.id] = request, now, slice_id
+    def sent(self, request: Request, slice_id: str, now: float) -> bool:
+        """Note that a waiting request goes to a slice. Return whether it is never refused there."""
+        self._sent[request.id] = request, now, slice_id, self._queue.begun(request.id)
         self._starts.changed(slice_id)
+        return bool(request.group) or self.never_refused(request)
 
     def left(self, request_id: str) -> None:
         """Note that a request is on no slice any more."""
@@ -192,13 +167,14 @@ class Admission:
         """Learn from a first token, which came so long after its request arrived."""
         if (sent := self._sent.pop(request_id, None)) is None:
             return
-        request, sent_s, slice_id = sent
+        request, sent_s, slice_id, follows = sent
         load = self._slices.get(slice_id)
         counted_s = after_s - (0.0 if load is None else load.excused_s(request))
+        counted_s = 0.0 if follows else counted_s
         late = counted_s > request.slo.ttft_s
         self._starts.started(slice_id, counted_s / request.slo.ttft_s, sent_s)
         self._begun[request_id] = request, sent_s, request.arrival_s + after_s
-        if self.overload and not request.sent:
+        if self.overload and not (request.sent or follows):
             self.share.note(late=late)
 
     def begin(self, now: float) -> None:
@@ -230,8 +206,14 @@ class Admission:
             for one in self._hopeless(now):
                 yield self._overdue(one, now)
             for one in late:
-                if one.id in self._queue and self._usable(one.model):
-                    yield self._overdue(one, now)
+                usable = one.id in self._queue and self._usable(one.model)
+                if usable and not self.never_refused(one):
+                    yield from self._together(one, self._overdue(one, now))
+
+    def _together(self, request: Request, reject: Reject) -> Iterator[Reject]:
+        """Refuse all choices of a request like this one."""
+        for one in self._queue.together(request):
+            yield replace(reject, request_id=one.id)
 
     def _overdue(self, request: Request, now: float) -> Reject:
         retry_s = max(1.0, self.throughput.wait_s(len(self._queue)))
@@ -256,20 +238,29 @@ class Admission:
         fresh = self._queue.punctual(self._usable, displaced=False)
         self._standing.note(waiting=bool(fresh), now=now)
         new = {request.id for request in arrived}
-        if any(one in self._queue and not self._queue.late(one) for one in new):
+        if any(one in self._queue and self._queue.fresh(one) for one in new):
             self._standing.press(now)
         waiting = list(self._queue) if everybody else [r for r in arrived if r.id in self._queue]
         ahead = {} if everybody else punctual
+        groups = {""}
+        """Requests whose first choice was looked at: the others wait with it."""
         for request in waiting:
+            if request.id not in self._queue:
+                continue  # it was refused with another choice
             strict: float | None = None
             if self.overload and self._queue.late(request.id):
                 strict = 1.0
             elif self.overload and request.id in new:
                 strict = self.share.value
-            before = turns_before(request.tenant, ahead)
-            reject = self._judge(request, before, now, strict)
+            reject = None
+            if request.group not in groups or not request.group:
+                before = turns_before(request.tenant, ahead)
+                if request.group and not everybody:
+                    before = max(0, before - len(self._queue.together(request)) + 1)
+                reject = self._judge(request, before, now, strict)
+                groups.add(request.group)
             if reject is not None:
-                yield reject
+                yield from self._together(request, reject)
             elif everybody and self._usable(request.model):
                 ahead[request.tenant] = ahead.get(request.tenant, 0) + 1
 
@@ -292,7 +283,7 @@ class Admission:
             models = self._queue.models_in_time(self._usable)
             backlog = Backlog(
                 self.throughput.per_s, tuple(sorted(waiting.items())), tuple(models),
-                round(self.share.value, 2),
+                round(self.share.value, 2), self.places,
             )  # fmt: skip
         if backlog is self._notified or backlog == self._notified:
             return []
@@ -306,8 +297,11 @@ class Admission:
                 return
             if request.id in self._queue:
                 last, why = self._queue.excess(request), f"{most} requests are waiting already"
+                waiting = len(self._queue) - len(self._queue.together(last))
+                if waiting < most or self._queue.begun(last.id):
+                    continue  # with all its choices it is only one too many
                 retry_s = max(1.0, self.throughput.wait_s(most))
-                yield Reject(last.id, 429, why, retry_s, "queue_full")
+                yield from self._together(last, Reject(last.id, 429, why, retry_s, "queue_full"))
 
     def _judge(
         self, request: Request, ahead: int, now: float, strict: float | None
@@ -335,7 +329,7 @@ class Admission:
 
     def taking(self, loads: list[SliceLoad], request: Request) -> list[SliceLoad]:
         """Return the slices that start the requests they have soon enough to be sent another."""
-        if self.never_refused(request):
+        if self._goes_anywhere(request):
             return loads
         ttft_s = request.slo.ttft_s
         full = self._starts.full
@@ -353,17 +347,28 @@ class Admission:
         busy CPU slice gets none on which it or others would be late. `placement` has looked at that
         for other slices. What is late already may stay so."""
         strict = self.overload or self._pace.slow(now)
-        if placement is None or not strict or self.never_refused(request):
+        if placement is None or not strict or self._goes_anywhere(request):
             return placement
-        load, late = self._slices[placement.slice_id], self._queue.late(request.id)
+        load, late = self._slices[placement.slice_id], self.may_be_late(request)
+        late = late or self._queue.late(request.id)
         if not load.is_cpu:
             return placement
         tried = worth_a_try(load, request, now, self._pace.share, late=late)
         return placement if tried else None
 
-    def never_refused(self, request: Request) -> bool:
-        """Whether a waiting request is kept however late it is."""
+    def _goes_anywhere(self, request: Request) -> bool:
         return self._settings.patience <= 0.0 or self._queue.displaced(request.id)
+
+    def never_refused(self, request: Request) -> bool:
+        """Whether a waiting request is kept however late it is. A tenant with less than its share
+        cannot be the reason for an overload."""
+        kept = self._settings.patience <= 0.0 or self._queue.begun(request.id)
+        return kept or self._shares.within(request.tenant, self.places)
+
+    @property
+    def places(self) -> int:
+        """Return how many requests the slices take."""
+        return sum(load.most_requests for load in self._slices.values())
 
     def _usable(self, model: str) -> bool:
         return self._models[model].usable

@@ -11,6 +11,7 @@ from math import inf
 from c2cserve.core.actions import Backlog
 from c2cserve.core.value import value
 from c2cserve.policy.cluster.admission import CALM_S, Standing, turns_before
+from c2cserve.policy.cluster.fairness import within_share
 from c2cserve.policy.cluster.feedback import Throughput
 
 _LONG = 16
@@ -96,14 +97,16 @@ class Entrance:
 
     def refusal(
         self, backlog: Backlog, newcomer: Newcomer, preparing: Mapping[str, int],
-        posted: Mapping[str, int], now: float,
+        posted: Mapping[str, int], present: Mapping[str, int], now: float,
     ) -> tuple[str, float] | None:  # fmt: skip
         """Return why a request is refused, and when to try again. None if it can be in time, or if
         there is no overload.
 
         `backlog`: the policy's latest one. A short one concerns only models that requests wait for:
         they may wait for their weights, while others have room. `preparing`, `posted`: tenant ->
-        its requests that are being prepared, and that the controller has not read yet."""
+        its requests that are being prepared, and that the controller has not read yet. `present`:
+        its choices under way, with those that were posted. A tenant with less than its share of
+        them is not refused."""
         tenant, crowd = newcomer.tenant, sum(preparing.values())
         self._preparing.refresh(now, saturated=crowd > 0)
         self._standing.note(waiting=crowd > 0, now=now)
@@ -127,6 +130,8 @@ class Entrance:
         expected_s += newcomer.waited_s
         if expected_s <= backlog.share * newcomer.ttft_s:
             return None
+        if _within_share(tenant, preparing, present, self._last.places):
+            return None
         self.refused += 1
         self._refused_s = now
         reason = (
@@ -149,3 +154,15 @@ class Entrance:
     def retry_s(self, backlog: Backlog, least_s: float, now: float) -> float:
         """Return when a request that is refused in an overload should be sent again."""
         return self.retries.after_s(least_s, backlog.per_s, now)
+
+
+def _within_share(
+    tenant: str, preparing: Mapping[str, int], present: Mapping[str, int], places: int
+) -> bool:
+    """Return whether a tenant has less than its share with one request more."""
+    if len(preparing) <= (tenant in preparing) and len(present) <= (tenant in present):
+        return False  # there is no other
+    tenants = len(preparing.keys() | present.keys() | {tenant})
+    own = preparing.get(tenant, 0) + present.get(tenant, 0) + 1
+    total = sum(preparing.values()) + sum(present.values()) + 1
+    return within_share(own, total, tenants, places)

@@ -15,7 +15,8 @@ its counter is raised to the lowest one of the tenants with requests.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from c2cserve.core.request import Request
 
@@ -27,11 +28,26 @@ OUTPUT_WORK = 2.0
 class _Account:
     """The account of a request that waits or is on a slice."""
 
-    tenant: str
+    request: Request
     expected: float = 0.0
     """Output tokens that it is charged with since it was dispatched last,"""
     sent: int | None = None
     """and those that were sent before; None: it was not dispatched."""
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The choices of one request that wait or are on slices."""
+
+    members: dict[str, Request] = field(default_factory=dict[str, Request])
+    begun: bool = False
+    """One of them was dispatched."""
+
+
+def within_share(own: int, total: int, tenants: int, places: int) -> bool:
+    """Whether a tenant has less than its share of the requests that are under way, and of the
+    places. `own`: its requests, of a `total` of that many tenants; `places`: 0 if not known."""
+    return tenants > 1 and own * tenants < total and (not places or own * tenants <= places)
 
 
 class FairShares:
@@ -39,6 +55,7 @@ class FairShares:
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
+        self._groups: dict[str, _Group] = {}
         self._present = Counter[str]()
         """Requests of each tenant; no entry for a tenant without any."""
         self._served: dict[str, float] = {}
@@ -54,23 +71,50 @@ class FairShares:
         """Return the work done for the tenant."""
         return self._served.get(tenant, self._floor)
 
-    def entered(self, request: Request) -> None:
-        """Note that the request waits. One that waits again is known already."""
+    def present(self, tenant: str) -> int:
+        """Return how many requests the tenant has that wait or are on slices."""
+        return self._present[tenant]
+
+    def within(self, tenant: str, places: int) -> bool:
+        """Whether the tenant has less than its share: none of its requests is refused because of
+        others."""
+        return within_share(self._present[tenant], len(self._accounts), self.tenants, places)
+
+    def together(self, request: Request) -> Sequence[Request]:
+        """Return all choices of its request that wait or are on slices, itself among them."""
+        group = self._groups.get(request.group)
+        return (request,) if group is None else tuple(group.members.values())
+
+    def begun(self, request: Request) -> bool:
+        """Whether one of several choices of its request was dispatched."""
+        group = self._groups.get(request.group)
+        return group is not None and group.begun
+
+    def entered(self, request: Request, *, begun: bool = False) -> None:
+        """Note that the request waits. One that waits again is known already. `begun`: it was on a
+        slice before."""
+        if request.group:
+            group = self._groups.setdefault(request.group, _Group())
+            group.members[request.id] = request
+            group.begun |= begun
         if request.id in self._accounts:
             return
         tenant = request.tenant
-        self._accounts[request.id] = _Account(tenant)
+        self._accounts[request.id] = _Account(request)
         if tenant not in self._present:
             self._raise_floor()
             self._served[tenant] = max(self.served(tenant), self._floor)
         self._present[tenant] += 1
 
     def dispatched(self, request: Request, mean_output: float) -> None:
-        """Charge the request with its prompt and the output that is expected of it."""
+        """Charge the request with its prompt and the output that is expected of it. Choices are
+        charged one by one: a tenant that comes now starts from what was begun for the others."""
+        if request.group:
+            self._groups[request.group].begun = True
         account = self._accounts[request.id]
         account.expected = min(mean_output, float(request.max_new_tokens))
         account.sent = request.sent
-        self._charge(account.tenant, request.prompt_len + OUTPUT_WORK * account.expected)
+        self._charge(request.tenant, request.prompt_len + OUTPUT_WORK * account.expected)
 
     def ended(self, request_id: str, output_len: int | None = None) -> None:
         """The request is gone. `output_len`: all that was sent of it, where that is known; else
@@ -78,9 +122,13 @@ class FairShares:
         account = self._accounts.pop(request_id, None)
         if account is None:
             return
-        tenant = account.tenant
+        tenant, group = account.request.tenant, account.request.group
         if account.sent is not None and output_len is not None:
             self._charge(tenant, OUTPUT_WORK * (output_len - account.sent - account.expected))
+        if group:
+            del self._groups[group].members[request_id]
+            if not self._groups[group].members:
+                del self._groups[group]
         self._raise_floor()
         self._present[tenant] -= 1
         if not self._present[tenant]:

@@ -1,6 +1,7 @@
 """What is learned from how requests went: a machine's throughput, and how long may be waited."""
 
 from dataclasses import dataclass
+from math import inf
 
 _WEIGHT = 0.3
 _WINDOW_S = 0.5
@@ -55,3 +56,35 @@ class InTimeShare:
         raised = _LATE_STEP * _LATE_TOLERATED / (1.0 - _LATE_TOLERATED)
         factor = 1.0 - _LATE_STEP if late else 1.0 + raised
         self.value = min(self.most, max(self.least, self.value * factor))
+
+
+class Pace:
+    """The share of the targets that predicted times may take on a CPU slice in an overload.
+    Predictions leave out what comes between steps: other prompts, other work on the cores.
+
+    It falls when an answer was too slow. Those that were sent before it fell tell nothing about its
+    new value."""
+
+    LEAST = 0.1
+    MOST = 1.0
+    LOWER = 0.75
+    HIGHER = 1.005
+    SLOW_S = 5.0
+
+    def __init__(self) -> None:
+        self.share = self.MOST
+        self._lowered_s = self._slow_s = -inf
+
+    def slow(self, now: float) -> bool:
+        """Return whether an answer was too slow lately."""
+        return now - self._slow_s < self.SLOW_S
+
+    def note(self, *, late: bool, sent_s: float, now: float) -> None:
+        """Learn from an answer's time per token. `sent_s`: when it was sent to its slice."""
+        self._slow_s = now if late else self._slow_s
+        if sent_s < self._lowered_s:
+            return
+        factor = self.LOWER if late else self.HIGHER
+        self.share = min(self.MOST, max(self.LEAST, self.share * factor))
+        if late:
+            self._lowered_s = now

@@ -132,7 +132,7 @@ class Instances(Generic[ExtraT]):
 
     def send(
         self, request: Request, spec: ModelSpec, placement: Placement, now: float,
-        *, displaced: bool = False,
+        *, kept: bool = False,
     ) -> None:  # fmt: skip
         load = self.slices[placement.slice_id]
         for unused in placement.deactivate:
@@ -144,7 +144,7 @@ class Instances(Generic[ExtraT]):
         else:
             self._actions += self._rules.joined(load, load.active[spec.id], placement)
         mean = self._outputs.mean(spec.id)
-        load.add(request, expected_kv_bytes(request, spec, mean), displaced=displaced, now=now)
+        load.add(request, expected_kv_bytes(request, spec, mean), kept=kept, now=now)
         self.where[request.id] = (spec.id, load.slice.id)
         dispatch = act.Dispatch(request.id, load.slice.id)
         delayed = load.active[spec.id].delayed

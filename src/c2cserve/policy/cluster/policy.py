@@ -43,7 +43,8 @@ class ClusterPolicy(Generic[ExtraT]):
         self._outputs = strategies.outputs
         self._instances = Instances(strategies.instances, self._outputs, self._actions)
         self._slices, self._where = self._instances.slices, self._instances.where
-        self._admission = Admission(settings, self._queue, self._models, self._slices)
+        self._admission = Admission(
+            settings, self._queue, self._models, self._slices, self._shares)  # fmt: skip
         self._failing = Failing(self._slices, self._instances.deactivate)
         self._relocation = Relocation(
             Suspects(settings.no_slice_grace_s), self._models, self._slices, self._queue,
@@ -136,7 +137,7 @@ class ClusterPolicy(Generic[ExtraT]):
                 pass
 
     def _wait(self, request: Request, *, displaced: bool = False) -> None:
-        self._shares.entered(request)
+        self._shares.entered(request, begun=displaced)
         self._queue.push(request, displaced=displaced)
 
     def _cancelled(self, request_id: str) -> None:
@@ -326,20 +327,23 @@ class ClusterPolicy(Generic[ExtraT]):
 
     def _dispatch_owed(self, now: float) -> None:
         """Place requests of tenants that have less than their share of slices full of others."""
-        fair = self._shares.tenants > 1 and self._placing.ours
+        fair = self._placing.ours and 1 < self._shares.tenants <= self._admission.places
         for name in sorted(self._queue.models()) if fair else ():
-            model = self._models[name]
-            while model.usable and (head := self._queue.head(name)) is not None:
-                loads = [
-                    load for load in self._slices.values()
-                    if load.owes(head[1].tenant) and not self._relocation.closed(load)
-                ]  # fmt: skip
-                if self._failing:
-                    loads = [load for load in loads if self._failing.open(load, name, now)]
-                placement = self._placing.place_owed(head[1], model.spec, loads, self._value, now)
-                if placement is None:
-                    break
-                self._send(head[1], placement, now)
+            heads = self._queue.heads(name) if self._models[name].usable else []
+            while sum(self._send_owed(request, now) for request in heads):
+                heads = self._queue.heads(name)
+
+    def _send_owed(self, request: Request, now: float) -> bool:
+        """Send the request at once if its tenant has less than its share of a slice."""
+        closed, all_ = self._relocation.closed, self._slices.values()
+        loads = [load for load in all_ if load.owes(request.tenant) and not closed(load)]
+        if self._failing:
+            loads = [load for load in loads if self._failing.open(load, request.model, now)]
+        spec = self._models[request.model].spec
+        placement = self._placing.place_owed(request, spec, loads, self._value, now)
+        if placement is not None:
+            self._send(request, placement, now)
+        return placement is not None
 
     def _open(self) -> tuple[list[SliceLoad], set[str] | None]:
         """Return the slices that take more requests, and the only models they take (None: any)."""
@@ -367,11 +371,11 @@ class ClusterPolicy(Generic[ExtraT]):
 
     def _send(self, request: Request, placement: Placement, now: float) -> None:
         model = self._models[request.model]
-        displaced = self._queue.displaced(request.id)
+        kept = self._admission.sent(request, placement.slice_id, now)
         self._queue.remove(request.id)
         self._shares.dispatched(request, self._outputs.mean(model.spec.id))
-        self._admission.sent(request, placement.slice_id, now)
-        self._instances.send(request, model.spec, placement, now, displaced=displaced)
+        self._queue.follow(request)
+        self._instances.send(request, model.spec, placement, now, kept=kept)
         model.running += 1
         model.used(now)
 

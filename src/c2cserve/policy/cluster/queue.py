@@ -1,9 +1,10 @@
 """Requests that wait at the controller: whose turn it is, and which one is too many.
 
 Requests of each model wait in lines, one for each tenant. First in a line are requests that a fault
-has displaced: their clients may have seen tokens already. Then come those that can still be in
-time, then the late ones. Each class is ordered by when the first token is due. So a late request
-never delays one that can be in time. Between lines the tenant decides that was served least
+has displaced: their clients may have seen tokens already. Then come choices of requests of which
+another choice has begun. Then come those that can still be in time, then the late ones. Each class
+is ordered by when the first token is due. So a late request never delays one that can be in time.
+Between lines the tenant decides that was served least
 (`policy.cluster.fairness`)."""
 
 from bisect import bisect_left, insort
@@ -16,13 +17,13 @@ from c2cserve.core.request import Request
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.headroom import due_s
 
-DISPLACED, FRESH, LATE = range(3)
+DISPLACED, BEGUN, FRESH, LATE = range(4)
 
 Urgency = tuple[int, float, str]
 """Smallest first: class, when the first token is due (with priority), id."""
 
-QueueRank = tuple[bool, float, Urgency]
-"""Smallest first: not displaced, work done for the tenant, urgency."""
+QueueRank = tuple[bool, float, int, Urgency]
+"""Smallest first: not displaced, work done for the tenant, its requests under way, urgency."""
 
 Entry = tuple[Urgency, Request]
 
@@ -64,18 +65,21 @@ class WaitingQueue:
     def head(self, model: str) -> Entry | None:
         """Return the request of the model that is placed next."""
         turn = self.turn(model)
-        return None if turn is None else self._entries[turn[2][2]]
+        return None if turn is None else self._entries[turn[3][2]]
 
     def turn(self, model: str) -> QueueRank | None:
         """Return the rank of the model's head, None if the model has no waiting requests."""
-        lines = self._by_model.get(model)
-        if lines is None:
-            return None
-        served = self._shares.served
-        return min(
-            (line[0][0][0] != DISPLACED, served(tenant), line[0][0])
-            for tenant, line in lines.of_tenant.items()
-        )
+        return min(self._turns(model), default=None)
+
+    def heads(self, model: str) -> list[Request]:
+        """Return the first request of each tenant that waits for the model, as turns go."""
+        return [self._entries[turn[3][2]][1] for turn in sorted(self._turns(model))]
+
+    def _turns(self, model: str) -> Iterator[QueueRank]:
+        lines, shares = self._by_model.get(model), self._shares
+        for tenant, line in () if lines is None else lines.of_tenant.items():
+            first = line[0][0]
+            yield first[0] != DISPLACED, shares.served(tenant), shares.present(tenant), first
 
     def of(self, model: str) -> list[Request]:
         """Most urgent first, whatever their tenants."""
@@ -88,12 +92,20 @@ class WaitingQueue:
     def displaced(self, request_id: str) -> bool:
         return self._entries[request_id][0][0] == DISPLACED
 
+    def begun(self, request_id: str) -> bool:
+        """Whether its client may have output: it was displaced, or another choice has begun."""
+        return self._entries[request_id][0][0] <= BEGUN
+
+    def fresh(self, request_id: str) -> bool:
+        """Whether nothing of it has begun, and it can still be in time."""
+        return self._entries[request_id][0][0] == FRESH
+
     def late(self, request_id: str) -> bool:
         return self._entries[request_id][0][0] == LATE
 
     def punctual(self, usable: Callable[[str], bool], *, displaced: bool = True) -> dict[str, int]:
         """Return how many requests of usable models are not late, by tenant. `displaced`: whether
-        displaced ones count."""
+        those that are displaced or have begun count."""
         counts: dict[str, int] = {}
         for model, lines in self._by_model.items():
             if usable(model):
@@ -111,10 +123,23 @@ class WaitingQueue:
         )  # fmt: skip
 
     def push(self, request: Request, *, displaced: bool = False) -> None:
-        kind = DISPLACED if displaced else FRESH
+        kind = BEGUN if self._shares.begun(request) else FRESH
+        kind = DISPLACED if displaced else kind
         self._insert(((kind, due_s(request, 0), request.id), request))
-        if not displaced:
+        if kind == FRESH:
             heappush(self._aging, (request.first_token_due_s, request.id))
+
+    def follow(self, request: Request) -> None:
+        """Let the other choices of a request follow its first one: they are not late any more."""
+        for one in self._shares.together(request):
+            entry = self._entries.get(one.id)
+            if entry is not None and entry[0][0] > BEGUN:
+                self.remove(one.id)
+                self._insert(((BEGUN, *entry[0][1:]), one))
+
+    def together(self, request: Request) -> list[Request]:
+        """Return the choices of its request that wait."""
+        return [one for one in self._shares.together(request) if one.id in self._entries]
 
     def age(self, now: float) -> list[Request]:
         """Move requests whose first token is overdue behind those that can still be in time. Return
@@ -168,7 +193,7 @@ class WaitingQueue:
         }
         model = _most(models, newcomer.model)
         last = self._by_model[model].of_tenant[tenant][-1][1]
-        return newcomer if self.displaced(last.id) else last
+        return newcomer if self.begun(last.id) else last
 
 
 def _before(line: list[Entry], kind: int) -> int:

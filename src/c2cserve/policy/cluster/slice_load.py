@@ -31,8 +31,8 @@ class PlacedRequest:
     """How long its model was loaded while it waited, where its targets excuse that."""
     first_s: float | None = None
     """When it got its first token here."""
-    displaced: bool = False
-    """It was on a slice before: it is not refused any more."""
+    kept: bool = False
+    """It is not refused any more, however late it is."""
     out: int = 0
     """Tokens it has drawn here, as far as the controller was told (`events.TokensSent`)."""
 
@@ -247,14 +247,14 @@ class SliceLoad:
                 job.excused_s += min(took_s, max(0.0, since_s + took_s - job.sent_s))
 
     def add(
-        self, request: Request, kv_bytes: float = 0.0, *, displaced: bool = False,
+        self, request: Request, kv_bytes: float = 0.0, *, kept: bool = False,
         now: float = 0.0,
     ) -> None:  # fmt: skip
         self._work = None
         instance = self.active[request.model]
         instance.changed()
         self.unused -= not instance.jobs
-        job = PlacedRequest(request, kv_bytes, now, displaced=displaced)
+        job = PlacedRequest(request, kv_bytes, now, kept=kept)
         instance.jobs[request.id] = instance.pending[request.id] = job
         self.kv_bytes += kv_bytes
         instance.used += 1

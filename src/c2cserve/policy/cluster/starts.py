@@ -112,7 +112,7 @@ class Starts:
             late_s = now - due_s
             if ahead >= MANY:  # else its prompt may be under way
                 late_s += rate.wait_s(ahead) + _MARGIN * request.slo.ttft_s
-            if late_s > 0.0 and not job.displaced:
+            if late_s > 0.0 and not job.kept:
                 found.append(job)
             else:
                 ahead += 1

@@ -1,20 +1,30 @@
 """Heads of requests: what is read of them once, and how one is known again.
 
-Clients keep their connections, and most send the same head each time: the bytes before the body.
-Equal bytes mean the same. So of a request whose head is known, only the body is read.
+Most clients send the same head each time: the bytes before the body. What differs are the length,
+and ids of the request. Equal bytes of the rest mean the same, on whatever connection they come. So
+of a request whose head is known, only the body is read.
 
-    POST /v1/completions HTTP/1.1 ... content-length: | 128 | CRLF ... CRLF CRLF | {"model": ...}
-    before                                             length  after               body
+    POST /v1/completions HTTP/1.1 ... content-length: | 128 | ... x-request-id: | 7 | ... | {...}
+    known                                               length                   id         body
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _HEAD_BYTES_MAX = 4096
-"""Longer heads are not held, so that many connections take little memory."""
+"""Longer heads are not held, so that they take little memory."""
+_HEADS_MAX = 1024
 _DIGITS_MAX = 9
-_LENGTH = b"\r\ncontent-length:"
-_OTHER_FRAMING = (b"transfer-encoding", b"expect", b"upgrade")
+_VARYING = re.compile(
+    rb"\r\n(?=[CcXxTtIi])((?i:content-length|x-request-id|traceparent|tracestate|idempotency-key"
+    rb"|x-stainless-retry-count|x-stainless-read-timeout)):[ \t]*([!-~]{1,256})(?=\r\n)"
+)
+"""Fields whose values differ from one request to the next, and decide nothing about a refusal."""
+_LENGTH = b"content-length"
+_ID = b"x-request-id"
+_OTHER_FRAMING = (b"\r\ntransfer-encoding", b"\r\nexpect", b"\r\nupgrade", b"\r\ncontent-length")
 _END = b"\r\n\r\n"
 
 
@@ -26,6 +36,8 @@ class Caller:
     headers: Mapping[str, str]
     more: Mapping[str, str]
     """Header fields that each answer to it has."""
+    closes: bool = False
+    """The connection ends with the answer."""
 
 
 def first_fields(fields: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
@@ -36,44 +48,57 @@ def first_fields(fields: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
     return found
 
 
-class KnownHead:
-    """The head of a request that was parsed and refused, without the length of its body."""
+class KnownRequest(NamedTuple):
+    """A whole request whose head is known."""
 
-    __slots__ = ("_after", "_before", "caller")
+    caller: Caller
+    body: bytes
+    id: str
+    """What its client calls it; empty: nothing."""
 
-    def __init__(self, caller: Caller, before: bytes, after: bytes) -> None:
-        self.caller = caller
-        self._before = before
-        self._after = after
 
-    @classmethod
-    def of(cls, caller: Caller, data: bytes, body_bytes: int) -> "KnownHead | None":
-        """Return the head in `data`, None unless `data` is this one request as a whole. Its body
-        was parsed and has `body_bytes`."""
-        end = data.find(_END) + len(_END)
-        if end > _HEAD_BYTES_MAX or len(data) - end != body_bytes:
-            return None
-        head = data[:end].lower()
-        if head.count(_LENGTH) != 1 or any(name in head for name in _OTHER_FRAMING):
-            return None
-        start = head.index(_LENGTH) + len(_LENGTH)
-        while head[start : start + 1] == b" ":
-            start += 1
-        after = head.index(b"\r\n", start)
-        length = data[start:after]
-        if not length.isdigit() or int(length) != body_bytes:
-            return None
-        return cls(caller, data[:start], data[after:end])
+class KnownHeads:
+    """The heads of requests that were parsed and refused, of all connections of a server."""
 
-    def body_in(self, data: bytes) -> bytes | None:
-        """Return the body of the request in `data`, None unless that is one whole request with this
-        head."""
-        before, after = self._before, self._after
-        if not data.startswith(before):
+    def __init__(self) -> None:
+        self._callers: dict[tuple[bytes, ...], Caller] = {}
+
+    def hold(self, caller: Caller, data: bytes, body_bytes: int) -> None:
+        """Hold the head in `data` if that is this one request as a whole. Its body was parsed and
+        has `body_bytes`."""
+        parts = _parts(data)
+        if parts is None or len(parts[1]) != body_bytes:
+            return
+        fixed = b" ".join(parts[0]).lower()
+        if any(name in fixed for name in _OTHER_FRAMING):
+            return
+        if len(self._callers) >= _HEADS_MAX:
+            del self._callers[next(iter(self._callers))]
+        self._callers[parts[0]] = caller
+
+    def find(self, data: bytes) -> KnownRequest | None:
+        """Return the request in `data`, None unless that is one whole request with a known head."""
+        parts = _parts(data)
+        if parts is None or (caller := self._callers.get(parts[0])) is None:
             return None
-        start = data.find(b"\r\n", len(before), len(before) + _DIGITS_MAX + 1)
-        length = data[len(before) : start]
-        if start < 0 or not (length.isdigit() and data.startswith(after, start)):
-            return None
-        start += len(after)
-        return data[start:] if len(data) - start == int(length) else None
+        return KnownRequest(caller, parts[1], parts[2])
+
+
+def _parts(data: bytes) -> tuple[tuple[bytes, ...], bytes, str] | None:
+    """Return what does not vary in the head of a request, its body, and its id. None unless `data`
+    is a whole request whose length is given once."""
+    end = data.find(_END, 0, _HEAD_BYTES_MAX)
+    if end < 0:
+        return None
+    pieces = _VARYING.split(data[: end + 2])
+    names = [name.lower() for name in pieces[1::3]]
+    if names.count(_LENGTH) != 1:
+        return None
+    length = pieces[3 * names.index(_LENGTH) + 2]
+    if len(length) > _DIGITS_MAX or not length.isdigit():
+        return None
+    body = data[end + len(_END) :]
+    if len(body) != int(length):
+        return None
+    given = pieces[3 * names.index(_ID) + 2].decode() if _ID in names else ""
+    return (*pieces[::3], *names), body, given

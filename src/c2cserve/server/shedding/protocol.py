@@ -6,16 +6,13 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from c2cserve.server.shedding.arrival import ArrivalClock, descriptor
-from c2cserve.server.shedding.heads import Caller, KnownHead
+from c2cserve.server.shedding.heads import Caller
 from c2cserve.server.shedding.shedder import LET_IN, LoadShedder
-
-_TRIES = 4
-"""A client whose heads all differ, by an id for example, is not worth more of them."""
 
 
 class SheddingProtocol(HttpToolsProtocol):
     """uvicorn's protocol. What is refused in an overload gets no task and reaches no route. If its
-    head is that of the last refusal on the connection, it is not even parsed."""
+    head is that of a refusal before, it is not even parsed."""
 
     shedder: LoadShedder
     clock: ArrivalClock
@@ -28,10 +25,6 @@ class SheddingProtocol(HttpToolsProtocol):
         self._descriptor = -1
         self._piece = b""
         """What is being parsed, if a request begins with it."""
-        self._known: KnownHead | None = None
-        """The head of the last request that was refused."""
-        self._tries = _TRIES
-        """Heads that may still be held before one of them comes again."""
         self._judged: bytes | None = None
         """What the load shedder says of the request in `_piece`."""
 
@@ -45,16 +38,14 @@ class SheddingProtocol(HttpToolsProtocol):
     def _refused_unparsed(self, data: bytes) -> bool:
         """Refuse the request in `data` if it is a whole one with a known head. Return whether it
         was refused. Called between two requests; if it was not, `data` is parsed next."""
-        known = self._known
-        if known is None or not self.shedder.active or (body := known.body_in(data)) is None:
+        if not self.shedder.active or (known := self.shedder.heads.find(data)) is None:
             return False
-        answer = self.shedder.judge(known.caller, body, self._arrived_s())
+        answer = self.shedder.judge(known.caller, known.body, self._arrived_s(), known.id)
         if not answer:
             self._judged = answer
             return False
-        self._tries = _TRIES
         self.server_state.total_requests += 1
-        self._write_refusal(answer)
+        self._write_refusal(answer, closes=known.caller.closes)
         return True
 
     def _shed(self) -> None:
@@ -63,7 +54,9 @@ class SheddingProtocol(HttpToolsProtocol):
         if self._held is not None and not cycle.waiting_for_100_continue and self.shedder.active:
             state, caller = cycle.scope["state"], None
             answer, self._judged = self._judged, None
-            if answer is None and (caller := self.shedder.caller(cycle.scope)) is not None:
+            if answer is None:
+                caller = self.shedder.caller(cycle.scope, closes=not cycle.keep_alive)
+            if caller is not None:
                 answer = self.shedder.judge(caller, bytes(cycle.body), state["arrived_s"])
             state["let_in"] = answer == LET_IN
             if answer and caller is not None:
@@ -72,18 +65,17 @@ class SheddingProtocol(HttpToolsProtocol):
         self._start_held()
 
     def _end_refused(self, cycle: Any, answer: bytes, caller: Caller) -> None:
-        if cycle.keep_alive and self._tries:
-            self._tries -= 1
-            self._known = KnownHead.of(caller, self._piece, len(cycle.body))
-        self._write_refusal(answer, b"" if cycle.keep_alive else b"connection: close\r\n")
+        self.shedder.heads.hold(caller, self._piece, len(cycle.body))
+        self._write_refusal(answer, closes=caller.closes)
         cycle.response_started = cycle.response_complete = True
-        if not cycle.keep_alive:
-            self.transport.close()
         self.on_response_complete()
 
-    def _write_refusal(self, answer: bytes, own: bytes = b"") -> None:
+    def _write_refusal(self, answer: bytes, *, closes: bool) -> None:
+        own = b"connection: close\r\n" if closes else b""
         common = self.shedder.common(self.server_state.default_headers)
         self.transport.write(STATUS_LINE[429] + own + common + answer)
+        if closes:
+            self.transport.close()
 
     def _start_held(self) -> None:
         held, self._held = self._held, None

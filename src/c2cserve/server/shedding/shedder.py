@@ -20,7 +20,7 @@ from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Preparer, model_of
-from c2cserve.server.shedding.heads import Caller, first_fields
+from c2cserve.server.shedding.heads import Caller, KnownHeads, first_fields
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class LoadShedder:
         self._metrics = metrics
         self._preparer = preparer
         self._log_limit = LogLimit()
+        self.heads = KnownHeads()
         self._common: tuple[Sequence[tuple[bytes, bytes]], bytes] = ((), b"")
 
     @property
@@ -60,9 +61,9 @@ class LoadShedder:
         """Whether any request may be refused now."""
         return self._gateway.may_refuse
 
-    def caller(self, scope: MutableMapping[str, Any]) -> Caller | None:
+    def caller(self, scope: MutableMapping[str, Any], *, closes: bool) -> Caller | None:
         """Return what the head of a request says. None if it asks for something else, or has a
-        fault: then it comes in, and is told there."""
+        fault: then it comes in, and is told there. `closes`: its connection ends with it."""
         route = scope["path"]
         if scope["method"] != "POST" or route not in ANSWER_PATHS:
             return None
@@ -72,12 +73,16 @@ class LoadShedder:
         except ApiError:
             return None
         fields: Sequence[tuple[bytes, bytes]] = scope["headers"]
-        return Caller(route, first_fields(fields), self._guard.cross_origin(http, "user"))
+        more = self._guard.cross_origin(http, "user")
+        return Caller(route, first_fields(fields), more, closes)
 
-    def judge(self, caller: Caller, body: bytes, arrived_s: float) -> bytes | None:
+    def judge(
+        self, caller: Caller, body: bytes, arrived_s: float, given_id: str | None = None
+    ) -> bytes | None:
         """Return the fields and the content of a refusal. `LET_IN` if the request can be in time,
         None if the application is to look at it. Only an overload is refused here: a request with
-        a fault comes in, and is told there."""
+        a fault comes in, and is told there. `given_id`: what the client calls this request, where
+        that is not as in `caller`."""
         route, headers = caller.route, caller.headers
         try:
             key = self._gate.identify(key_header(headers))
@@ -92,7 +97,7 @@ class LoadShedder:
         except Refused as refused:
             if refused.status != 429:
                 return None
-            return self._answer(caller, ApiError.of(refused))
+            return self._answer(caller, ApiError.of(refused), given_id)
         except ApiError:
             return None
         return LET_IN
@@ -105,8 +110,9 @@ class LoadShedder:
             self._common = fields, lines
         return self._common[1]
 
-    def _answer(self, caller: Caller, error: ApiError) -> bytes:
-        route, id_ = caller.route, request_id(caller.headers)
+    def _answer(self, caller: Caller, error: ApiError, given_id: str | None) -> bytes:
+        headers = caller.headers if given_id is None else {"x-request-id": given_id}
+        route, id_ = caller.route, request_id(headers)
         self._metrics.responded(route, error.status)
         self._log(route, error, id_)
         content = _encode(error_body(route, error))

@@ -7,6 +7,7 @@ import asyncio
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from c2cserve.core.events import Cancelled, ClusterEvent, Draining, ModelUsed, ModelWanted
@@ -71,6 +72,8 @@ class LiveGateway:
         self._draining = False
         self._policy: PolicyName = policy
         self._entrance = Entrance(burst_s)
+        self._present = Counter[str]()
+        """Tenant -> choices under way."""
         self._busy = BusyShares()
         self._world = ControllerWorld(
             fleet, host, self._directory, self._jobs, self._flush, self._forgotten,
@@ -140,15 +143,18 @@ class LiveGateway:
         world, now = self._world, time.monotonic()
         newcomer = Newcomer(model, tenant, ttft_s, now - arrived_s)
         posted = world.inbox.posted() if self._entrance.strict(world.backlog, now) else {}
-        found = self._entrance.refusal(world.backlog, newcomer, preparing, posted, now)
+        found = self._entrance.refusal(
+            world.backlog, newcomer, preparing, posted, self._present, now
+        )  # fmt: skip
         return None if found is None else Refused(429, *found)
 
     @property
     def may_refuse(self) -> bool:
         return self._entrance.strict(self._world.backlog, time.monotonic())
 
-    async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
-        record = self._directory.version(job.request.model)
+    async def submit(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
+        request = jobs[0].request
+        record = self._directory.version(request.model)
         if record is None or record.superseded:
             raise Superseded
         if record.draining:
@@ -159,25 +165,32 @@ class LiveGateway:
         if outage is not None and outage.retry_s > 0.0:
             raise Refused(503, outage.reason, outage.retry_s)
         self._entrance.prepared()
-        request, now = job.request, time.monotonic()
+        now = time.monotonic()
         waited_s, ttft_s = now - request.arrival_s, request.slo.ttft_s
         late = self._entrance.overdue(self._world.backlog, waited_s, ttft_s, now)
         if late is not None:
             raise Refused(429, *late)
         stream, tenant = OutputStream(_PACE * request.slo.tpot_s), request.tenant
-        request_id = job.request.id
-        self._world.post(LiveJob(job, lambda item: self._outbox.append((tenant, stream, item))))
-        ended = False
+        running = {job.request.id for job in jobs}
+
+        def sink(item: Delta | Refused) -> None:
+            self._outbox.append((tenant, stream, item))
+
+        self._present[tenant] += len(jobs)
+        self._world.inbox.post_all([LiveJob(job, sink) for job in jobs])
         try:
-            while not ended:
+            while running:
                 item = await stream.get()
                 if isinstance(item, Refused):
-                    ended = True
                     raise self._later(item)
-                ended = item.finish is not None
+                if item.finish is not None:
+                    running.discard(item.request_id)
                 yield item
         finally:
-            if not ended:
+            self._present[tenant] -= len(jobs)
+            if not self._present[tenant]:
+                del self._present[tenant]
+            for request_id in running:
                 self.cancel(request_id)
 
     def _later(self, refused: Refused) -> Refused:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from c2cserve.core.events import ClusterEvent
 from c2cserve.serving.controller.jobs import LiveJob
@@ -22,6 +22,11 @@ class Inbox:
 
     def post(self, item: ClusterEvent | LiveJob) -> None:
         self._items.append(item)
+        self.wake()
+
+    def post_all(self, jobs: Sequence[LiveJob]) -> None:
+        """Post jobs that are taken together."""
+        self._items.extend(jobs)
         self.wake()
 
     def wake(self) -> None:

@@ -11,16 +11,19 @@ from c2cserve.runtime.gateway import Refused
 
 
 class OutputStream:
-    """One request's output on its way to the event loop.
+    """The output of a request's choices on its way to the event loop.
 
-    What its client has not taken yet is one delta, however many steps it is of. So a busy event
-    loop has less to do for each token, the later it is."""
+    What its client has not taken yet of a choice is one delta, however many steps it is of. So a
+    busy event loop has less to do for each token, the later it is."""
 
-    __slots__ = ("_items", "_pace_s", "_timer", "_waiter", "_woken_s")
+    __slots__ = ("_items", "_pace_s", "_taken", "_timer", "_waiter", "_woken_s")
 
     def __init__(self, pace_s: float = 0.0) -> None:
         """`pace_s`: how often the client gets more at most, where `put` says so."""
-        self._items: deque[Delta | Refused] = deque()
+        self._items: dict[str, list[Delta | Refused]] = {}
+        """Choice -> its items. The one whose output has waited longest comes first."""
+        self._taken = 0
+        """Items that were taken without a pause."""
         self._waiter: asyncio.Future[None] | None = None
         self._pace_s = pace_s
         self._woken_s = -inf
@@ -30,13 +33,14 @@ class OutputStream:
     def put(self, item: Delta | Refused, *, paced: bool = False) -> None:
         """Add an item. `paced`: the client may have to wait for more tokens, but never for its
         first one, nor for the end. Called on the event loop."""
-        last, goes_on = self._items[-1] if self._items else None, False
+        goes_on = False
+        waiting = self._items.setdefault("" if isinstance(item, Refused) else item.request_id, [])
         if isinstance(item, Delta) and _continues(item):
             goes_on = item.finish is None
-            if isinstance(last, Delta):
+            if waiting and isinstance(last := waiting[-1], Delta):
                 item = _joined(last, item)
-                self._items.pop()
-        self._items.append(item)
+                waiting.pop()
+        waiting.append(item)
         if self._waiter is None or self._waiter.done():
             return
         if paced and goes_on:
@@ -56,10 +60,19 @@ class OutputStream:
             self._waiter.set_result(None)
 
     async def get(self) -> Delta | Refused:
+        """Return what has waited longest. After each few items, others get a turn of the loop."""
+        self._taken = 0 if not self._items else self._taken + 1
+        if self._taken > FairDelivery.PORTION:
+            self._taken = 0
+            await asyncio.sleep(0)
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._items.popleft()
+        choice = next(iter(self._items))
+        item, *more = self._items.pop(choice)
+        if more:
+            self._items[choice] = more
+        return item
 
 
 def _continues(delta: Delta) -> bool:

@@ -227,25 +227,25 @@ class FleetGateway:
     def may_refuse(self) -> bool:
         return False
 
-    async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
+    async def submit(self, jobs: Sequence[Job]) -> AsyncGenerator[Delta, None]:
         if self._draining:
             raise Refused(503, "the server is shutting down", retry_after_s=5.0)
         stream = OutputStream()
-        request_id = job.request.id
-        self._jobs.add(LiveJob(job, stream.put))
-        ended = False
+        running = {job.request.id for job in jobs}
+        for job in jobs:
+            self._jobs.add(LiveJob(job, stream.put))
         try:
-            request = replace(job.request, model=name_of(job.request.model))
-            self.tick(Arrived(request))
-            while not ended:
+            requests = (replace(one.request, model=name_of(one.request.model)) for one in jobs)
+            self.tick(*map(Arrived, requests))
+            while running:
                 item = await stream.get()
                 if isinstance(item, Refused):
-                    ended = True
                     raise item
-                ended = item.finish is not None
+                if item.finish is not None:
+                    running.discard(item.request_id)
                 yield item
         finally:
-            if not ended:
+            for request_id in running:
                 self.cancel(request_id)
             self._check_drained()
 

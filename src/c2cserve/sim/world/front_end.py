@@ -62,7 +62,10 @@ class FrontEndSimulation(Simulation):
         self._work: deque[tuple[Callable[..., float], tuple[object, ...]]] = deque()
         """What the event loop still has to do. Each call returns how long it takes."""
         self._busy = False
-        self._preparing = Counter[str]()
+        self._preparing, self._present = Counter[str](), Counter[str]()
+        """Tenant -> its requests that are being prepared, and those that are beyond that."""
+        self._judged: dict[str, tuple[str, float] | None] = {}
+        """What was decided of requests of several choices."""
         self.first_s: dict[str, float] = {}
         """When clients had their first tokens."""
         self.refusals_s: list[float] = []
@@ -126,10 +129,7 @@ class FrontEndSimulation(Simulation):
 
     def _read(self, request: Request) -> float:
         now = self.timeline.now
-        newcomer = Newcomer(
-            request.model, request.tenant, request.slo.ttft_s, now - request.arrival_s
-        )
-        found = self._entrance.refusal(self._backlog, newcomer, self._preparing, {}, now)
+        found = self._judge(request, now)
         if found is not None:
             self._refused(self.requests.live[request.id], found[1], now + self._costs.read_s)
             self.refusals_s.append(now + self._costs.read_s - request.arrival_s)
@@ -138,12 +138,28 @@ class FrontEndSimulation(Simulation):
         self._add(self._prepare, request)
         return self._costs.read_s
 
+    def _judge(self, request: Request, now: float) -> tuple[str, float] | None:
+        """Return why a request is refused, and when to try again. Its choices are read together, so
+        what is decided of the first holds for all."""
+        if request.group in self._judged:
+            return self._judged[request.group]
+        newcomer = Newcomer(
+            request.model, request.tenant, request.slo.ttft_s, now - request.arrival_s
+        )
+        found = self._entrance.refusal(
+            self._backlog, newcomer, self._preparing, {}, self._present, now
+        )  # fmt: skip
+        if request.group:
+            self._judged[request.group] = found
+        return found
+
     def _prepare(self, request: Request) -> float:
         self.timeline.at(self.timeline.now + self._costs.prepare_s, self._prepared, request)
         return self._costs.prepare_s
 
     def _prepared(self, request: Request) -> None:
         self._preparing[request.tenant] -= 1
+        self._present[request.tenant] += 1
         self._entrance.prepared()
         super().notify(ev.Arrived(request))
 
@@ -156,6 +172,11 @@ class FrontEndSimulation(Simulation):
         if tracked is not None:
             now = self.first_s[request_id] = self.timeline.now
             super().notify(ev.FirstToken(request_id, now - tracked.request.arrival_s))
+
+    def _left(self, request: Request) -> None:
+        self._present[request.tenant] -= 1
+        if not self._present[request.tenant]:
+            del self._present[request.tenant]
 
     # ---- requests end ---------------------------------------------------------------------------
 
@@ -171,6 +192,7 @@ class FrontEndSimulation(Simulation):
                 self._backlog = action
             case act.Reject(request_id, 429, _, least_s):
                 now, tracked = self.timeline.now, self.requests.live[request_id]
+                self._left(tracked.request)
                 retry_s = self._entrance.retry_s(self._backlog, least_s, now)
                 self._add(lambda: self._costs.read_s)
                 self._refused(tracked, retry_s, now)
@@ -178,6 +200,7 @@ class FrontEndSimulation(Simulation):
                 super().submit(action)
 
     def _end(self, tracked: TrackedRequest, ending: Ending) -> None:
+        self._left(tracked.request)
         # A short answer may end before its first token was handed out.
         self.first_s.setdefault(tracked.request.id, self.timeline.now)
         self._add(lambda: self._costs.token_s * tracked.sampled)

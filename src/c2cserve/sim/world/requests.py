@@ -21,6 +21,9 @@ class SimRequest:
     prompt: int
     output: int
     prefix_hashes: tuple[int, ...] = ()
+    tenant: str = ""
+    group: str = ""
+    """See `core.request.Request`."""
 
 
 @dataclass(slots=True, eq=False)

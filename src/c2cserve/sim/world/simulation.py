@@ -153,6 +153,8 @@ class Simulation:
             arrival_s=self.timeline.now,
             slo=spec.slo if self._slo is None else self._slo(prompt),
             prefix_hashes=coming.prefix_hashes,
+            tenant=coming.tenant,
+            group=coming.group,
         )
         self.arrived += 1
         self.requests.add(TrackedRequest(request, output))

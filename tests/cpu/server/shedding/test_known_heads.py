@@ -17,7 +17,7 @@ from served import BYTE, Served, make_gateway
 from c2cserve.runtime.gateway import Refused
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.settings import ConnectionLimits, ServerSettings
-from c2cserve.server.shedding.heads import Caller, KnownHead
+from c2cserve.server.shedding.heads import Caller, KnownHeads
 
 CALLER = Caller("/v1/completions", {}, {})
 
@@ -28,9 +28,10 @@ def connected(served: Served) -> Generator[socket.socket]:
         yield connection
 
 
-def known(data: bytes, body: bytes) -> KnownHead:
-    found = KnownHead.of(CALLER, data, len(body))
-    assert found is not None
+def known(data: bytes, body: bytes) -> KnownHeads:
+    found = KnownHeads()
+    found.hold(CALLER, data, len(body))
+    assert found.find(data) is not None
     return found
 
 
@@ -42,21 +43,28 @@ def known(data: bytes, body: bytes) -> KnownHead:
 def test_the_body_behind_a_known_head_is_found_if_it_is_whole(
     first: bytes, then: bytes, cut: int
 ) -> None:
-    head = known(raw(first), first)
-    assert head.body_in(raw(then)) == then
-    whole = raw(then)
-    if cut < len(whole):
-        assert head.body_in(whole[:cut]) is None
-    assert head.body_in(whole + b"x") is None
+    heads = known(raw(first), first)
+    for more in ("", "x-request-id: 7\r\n"):
+        heads.hold(CALLER, raw(first, more), len(first))
+        whole = raw(then, more.replace("7", "another"))
+        found = heads.find(whole)
+        assert found is not None
+        assert (found.body, found.id) == (then, "another" if more else "")
+        if cut < len(whole):
+            assert heads.find(whole[:cut]) is None
+        assert heads.find(whole + b"x") is None
 
 
 def test_another_head_is_not_known() -> None:
-    head = known(raw(b"{}"), b"{}")
-    assert head.body_in(raw(b"{}", "x-slo-ttft-ms: 5\r\n")) is None
-    assert head.body_in(raw(b"{}").replace(b"localhost", b"localhosu")) is None
-    assert head.body_in(raw(b"{}").replace(b": 2", b": 2, 2")) is None
-    assert head.body_in(raw(b"{}").replace(b": 2", b": +2")) is None
-    assert head.body_in(raw(b"{}").replace(b": 2", b": ")) is None
+    heads = known(raw(b"{}"), b"{}")
+    assert heads.find(raw(b"{}", "x-slo-ttft-ms: 5\r\n")) is None
+    assert heads.find(raw(b"{}", "x-request-id: a b\r\n")) is None
+    assert heads.find(raw(b"{}", "x-request-id: a\nhost: b\r\n")) is None
+    assert heads.find(raw(b"{}", "content-length: 2\r\n")) is None
+    assert heads.find(raw(b"{}").replace(b"localhost", b"localhosu")) is None
+    assert heads.find(raw(b"{}").replace(b": 2", b": 2, 2")) is None
+    assert heads.find(raw(b"{}").replace(b": 2", b": +2")) is None
+    assert heads.find(raw(b"{}").replace(b": 2", b": ")) is None
 
 
 @pytest.mark.parametrize(
@@ -67,13 +75,25 @@ def test_another_head_is_not_known() -> None:
         raw(b"{}", "expect: 100-continue\r\n"),
         raw(b"{}", "connection: upgrade\r\nupgrade: h2c\r\n"),
         raw(b"{}", "content-length: 2\r\n"),
+        raw(b"{}", "Content-Length: 2, 2\r\n"),
         b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n{}",
         b"{}",
         b"",
     ],
 )
 def test_heads_that_are_not_held(data: bytes) -> None:
-    assert KnownHead.of(CALLER, data, 2) is None
+    heads = KnownHeads()
+    heads.hold(CALLER, data, 2)
+    assert heads.find(data) is None
+
+
+def test_heads_without_number_take_little_memory() -> None:
+    heads = KnownHeads()
+    for number in range(2000):
+        heads.hold(CALLER, raw(b"{}", f"x-own: {number}\r\n"), 2)
+    held = [heads.find(raw(b"{}", f"x-own: {number}\r\n")) for number in range(2000)]
+    assert sum(one is not None for one in held) == 1024
+    assert held[-1] is not None
 
 
 # ---- on a connection ------------------------------------------------------------------------
@@ -114,6 +134,18 @@ def test_heads_may_alternate(overloaded: Served) -> None:
             connection.sendall(request(f"x-request-id: {given_id}\r\n"))
             [(status, fields, _)] = whole_answers(connection, 1)
             assert (status, fields["x-request-id"]) == (429, given_id)
+
+
+def test_a_head_is_known_on_other_connections(overloaded: Served) -> None:
+    for more in ("", "connection: close\r\n", "connection: close\r\n", ""):
+        for given_id in ("one", "two"):
+            with connected(overloaded) as connection:
+                connection.sendall(request(f"{more}x-request-id: {given_id}\r\n"))
+                [(status, fields, _)] = whole_answers(connection, 1)
+                assert (status, fields["x-request-id"]) == (429, given_id)
+                assert ("connection" in fields) == bool(more)
+                if more:
+                    assert connection.recv(1) == b""
 
 
 def test_heads_may_differ_for_long(overloaded: Served) -> None:
