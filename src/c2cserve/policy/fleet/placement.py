@@ -4,7 +4,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from itertools import chain, islice
+from itertools import islice
+from math import gcd
 from zlib import crc32
 
 from c2cserve.core.model import ModelSpec
@@ -19,6 +20,9 @@ _SEARCHED_MAX = 64
 """Nodes that are looked at for a new model. The best of 64 is among the best few of any fleet."""
 _COMPARED_MAX = 16
 """Nodes whose pools are looked at for a new model: those that are cheapest beside that."""
+
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, lie evenly in any number."""
 
 
 def _id_of(book: NodeBook) -> str:
@@ -71,9 +75,16 @@ class _Expected:
 
 
 def _open(order: list[NodeBook], spec: ModelSpec, closed: set[str]) -> Iterator[NodeBook]:
-    """Yield the nodes that could load the model, from its own place in their order."""
-    begin = crc32(spec.id.encode()) % max(1, len(order))
-    for book in chain(islice(order, begin, None), islice(order, begin)):
+    """Yield the nodes that could load the model, from its own place in their order.
+
+    Any few that follow each other here are spread over the whole order. Were they neighbours there,
+    copies of popular models would crowd the nodes beside their places, and leave others idle."""
+    nodes, place = len(order), crc32(spec.id.encode())
+    step = max(1, int(nodes * _GOLDEN))
+    while gcd(step, nodes) > 1:  # else some nodes would be left out
+        step += 1
+    for number in range(nodes):
+        book = order[(place + number * step) % nodes]
         fits = not book.draining and spec.weight_bytes <= book.node.pool_bytes
         if fits and book.node.id not in closed:
             yield book
