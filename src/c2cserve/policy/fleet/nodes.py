@@ -77,8 +77,8 @@ class NodeBook:
 
     @property
     def prompt_token_s(self) -> float:
-        """What a prompt token is believed to cost there. Until it has answered, it is like others of
-        its kind. Else it would seem fast for as long as all that it has waits for a load."""
+        """What a prompt token is believed to cost there. Until it has answered, it is like others
+        of its kind. Else it would seem fast for as long as all that it has waits for a load."""
         return self.token_s if self._samples else self.speeds.prompt_token_s
 
     @property

@@ -58,6 +58,9 @@ class Destination:
     node_id: str
     cached: int
     """Prompt tokens whose KV is believed to be there."""
+    late: bool = False
+    """Its first token is expected late: on a node with the model late enough to look for another,
+    on others after the target. What the model displaces there counts as time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +140,13 @@ class FleetPlacement:
             return found.to
         closed.update(book.node.id for book in holders)
         new = self.newcomer(spec, closed, now, (request.slo, request.prompt_len))
-        if new is not None and found is not None:
-            displacement_s = self.pools.displacement_s(new, spec, now)
-            # A copy takes the place of other models only if the target would be missed.
-            worth = not displacement_s or not found.in_time(request.slo)
-            late_s = new.first_token_s(request, spec, 0, now) + displacement_s
-            new = new if worth and late_s < found.first_s else None
         if new is not None:
-            return Destination(new.node.id, 0)
+            displacement_s = self.pools.displacement_s(new, spec, now)
+            late_s = new.first_token_s(request, spec, 0, now) + displacement_s
+            # A copy takes the place of other models only if the target would be missed.
+            worth = found is None or not displacement_s or not found.in_time(request.slo)
+            if worth and (found is None or late_s < found.first_s):
+                return Destination(new.node.id, 0, late_s > request.slo.ttft_s)
         return None if found is None else found.to
 
     def _holder(
@@ -179,7 +181,8 @@ class FleetPlacement:
             first_s = book.first_token_s(request, spec, at, now)
             # Where all nodes are alike, no other one would be faster.
             paces = alike or book.speeds.of(spec, now)[1] <= request.slo.tpot_s
-            return _Expected(book, first_s, paces, Destination(book.node.id, at))
+            late = first_s > settings.late_share * request.slo.ttft_s
+            return _Expected(book, first_s, paces, Destination(book.node.id, at, late))
 
         first = self.nodes.get(name)
         there = [book for book in holders if spec.id in book.held] or holders
