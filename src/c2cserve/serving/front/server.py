@@ -45,6 +45,8 @@ _ANY_BYTES = 1 << 62
 """A front loads no weights, so it has no bound of its own for a model."""
 _REJOIN_S, _REJOIN_MOST_S = 1.0, 10.0
 """How long a front waits before it looks for Ray again: twice as long each time, up to the most."""
+_END_S = 10.0
+"""A membership process ends itself within this time, or is killed."""
 NO_CLUSTER = 3
 """The status of a membership process that finds no cluster."""
 
@@ -139,12 +141,9 @@ class FrontServer:
                 status = await process.wait()
             except (msgspec.MsgspecError, ValueError) as error:
                 log.error("what the membership process says cannot be read: %s", error)
-                process.kill()
-                status = await process.wait()
+                status = await _end(process)
             finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
+                await _end(process)
             if status == NO_CLUSTER and not joined:
                 gateway.abort(f"there is no cluster at {self._cluster!r}: see the log")
                 return
@@ -162,6 +161,18 @@ class FrontServer:
         process.stdin.write(msgspec.json.encode(MemberOrder(self._cluster, os.getpid(), spec)))
         process.stdin.close()
         return process
+
+
+async def _end(process: Process) -> int:
+    """End the membership process and return its status. With `local` Ray's processes are its
+    children: killed at once, it would leave those that were just being started."""
+    if process.returncode is None:
+        process.terminate()
+        try:
+            return await asyncio.wait_for(process.wait(), _END_S)
+        except TimeoutError:
+            process.kill()
+    return await process.wait()
 
 
 def _no_event(event: ClusterEvent) -> None:
