@@ -39,7 +39,8 @@ def decisions(
     losses_s: list[float] = []
     for number, model in enumerate(chance.choices(list(world.models), weights, k=requests)):
         if number % (requests // losses) == requests // losses // 2:
-            world.lose(max(world.nodes, key=lambda one: len(world.nodes[one].running)))
+            busy = {name: len(node.running) for name, node in world.nodes.items()}
+            world.lose(max(busy, key=busy.__getitem__))
             losses_s.append(world.ticks_s[-1])
         before = len(world.ticks_s)
         world.arrive(f"r{number}", model)

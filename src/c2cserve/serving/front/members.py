@@ -17,7 +17,7 @@ def members() -> None:
     """Follow a Ray cluster for a front."""
     # A terminal sends it to the front too, which ends this process when it has drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, _exit)
     said = own_stdout()
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=MemberOrder)
     end_with(order.parent)
@@ -30,3 +30,8 @@ def members() -> None:
     except NoCluster as error:
         raise CliError(str(error), NO_CLUSTER) from error
     Membership(ray, bytes(order.spec)).run(said)
+
+
+def _exit(signum: int, frame: object) -> None:
+    """Exit by an exception, so that what is to be done at exit is done."""
+    sys.exit()
