@@ -1,10 +1,11 @@
 """A fleet of 1,000 simulated nodes: how long decisions take, and how many answers are in time.
 
-python benchmarks/cluster_simulated.py [--part decisions|load|catalogue] [--out FILE]
+python benchmarks/cluster_simulated.py [--part decisions|load|overload|catalogue] [--out FILE]
 
-`decisions`: what the policy takes for a request, while nodes report and requests end. `load`: what
-share of first tokens is in time at a load that 0.8 of the nodes hold, while nodes are lost.
-`cluster.py` has these parts too. `catalogue`: the requests of that part there, to simulated nodes,
+`decisions`: what the policy takes for a request, while nodes report, requests end and nodes are
+lost. `load`: what share of first tokens is in time at a load that 0.8 of the nodes hold, while
+nodes are lost. `overload`: that share above what nodes can compute, where they refuse what would be
+late, as servers do. `catalogue`: the requests of that part there, to simulated nodes,
 and others by the same law.
 """
 
@@ -21,17 +22,26 @@ sys.path.append(str(Path(__file__).parent.parent / "tests/cpu/policy"))
 
 from fleet_world import FleetWorld, spec
 
+_NODE_PER_S = 4 / 0.6
+"""Requests that a node of four slices can answer: a prompt takes 0.6 s."""
 _WARM_S = 18.0
 """Simulated: pools are empty at the start, and nodes' costs unknown. Requests count after it."""
 
 
-def decisions(nodes: int = 1000, models: int = 10_000, requests: int = 4000) -> dict[str, Any]:
-    """Time each arrival, in processor time, while nodes report and requests end."""
+def decisions(
+    nodes: int = 1000, models: int = 10_000, requests: int = 4000, losses: int = 20
+) -> dict[str, Any]:
+    """Time each arrival and each loss, in processor time, while nodes report and requests end."""
     chance = random.Random(1)
     world = FleetWorld([spec(f"m{i}") for i in range(models)], nodes, 20 * 10**9)
     weights = [1.0 / rank for rank in range(1, models + 1)]
     times_s: list[float] = []
+    losses_s: list[float] = []
     for number, model in enumerate(chance.choices(list(world.models), weights, k=requests)):
+        if number % (requests // losses) == requests // losses // 2:
+            busy = {name: len(node.running) for name, node in world.nodes.items()}
+            world.lose(max(busy, key=busy.__getitem__))
+            losses_s.append(world.ticks_s[-1])
         before = len(world.ticks_s)
         world.arrive(f"r{number}", model)
         times_s.append(world.ticks_s[before])
@@ -41,23 +51,30 @@ def decisions(nodes: int = 1000, models: int = 10_000, requests: int = 4000) -> 
     times_s.sort()
     late = sum(after_s > 2.0 for after_s in world.begun_s.values())
     return {
-        "nodes": nodes, "models": models, "requests": requests,
+        "nodes": nodes, "models": models, "requests": requests, "nodes_lost": losses,
         "arrival_p50_ms": median(times_s) * 1e3,
         "arrival_p99_ms": times_s[int(0.99 * len(times_s))] * 1e3,
+        "loss_p50_ms": median(losses_s) * 1e3, "loss_most_ms": max(losses_s) * 1e3,
         "late_first_tokens": late,
     }  # fmt: skip
 
 
 def in_time(
-    nodes: int, rate: float, seconds: float, losses: int, models: int = 10_000
+    nodes: int,
+    rate: float,
+    seconds: float,
+    losses: int,
+    models: int = 10_000,
+    *,
+    refusing: bool = False,
 ) -> dict[str, Any]:
     """Return what share of first tokens come within their target of 2 s, and what decisions take.
 
     A prompt of 200 tokens occupies one of a node's four slices for 0.6 s, so a node answers at most
-    6.7 requests a second."""
+    6.7 requests a second. A request that is refused is not in time."""
     chance = random.Random(2)
     specs = [spec(f"m{i}") for i in range(models)]
-    world = FleetWorld(specs, nodes, 20 * 10**9, prompt_token_s=0.003)
+    world = FleetWorld(specs, nodes, 20 * 10**9, prompt_token_s=0.003, refusing=refusing)
     weights = [1.0 / rank for rank in range(1, models + 1)]
     names = chance.choices([one.id for one in specs], weights, k=int(rate * seconds))
     times_s: list[float] = []
@@ -74,6 +91,7 @@ def in_time(
         world.run_until(world.now + chance.expovariate(rate))
         world.stream.clear()
     world.run_until(world.now + 30.0)
+    world.stream.clear()
     times_s.sort()
     begun = [
         world.begun_s.get(name, float("inf")) for name, one in world.requests.items()
@@ -91,13 +109,24 @@ def held_load(nodes: int = 1000, seconds: float = 24.0) -> dict[str, Any]:
     """Find the highest load that 0.8 of the nodes hold, and put it on all of them while 20 are
     lost."""
     fewer, tried = int(0.8 * nodes), list[dict[str, Any]]()
-    for share in (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5):
-        rate = share * fewer * 4 / 0.6
+    for share in (0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5):
+        rate = share * fewer * _NODE_PER_S
         tried.append(in_time(fewer, rate, seconds, 0))
         if tried[-1]["in_time"] >= 0.95:
             break
     rate = tried[-1]["requests_per_s"]
     return {"fewer_nodes": tried, "all_nodes": in_time(nodes, rate, seconds, 20)}
+
+
+def overload(nodes: int = 100, models: int = 1250, seconds: float = 24.0) -> dict[str, Any]:
+    """Ask for more than the nodes can compute."""
+    shares = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
+    per_s = nodes * _NODE_PER_S
+    found = dict[str, Any]()
+    for share in shares:
+        one = in_time(nodes, share * per_s, seconds, 0, models, refusing=True)
+        found[f"{share:g}"] = one | {"of_what_is_possible": one["in_time"] * max(1.0, share)}
+    return found
 
 
 _SIZES = (1_261_568, 1_191_936, 1_642_496, 1_196_032)
@@ -154,10 +183,14 @@ def catalogue(runs: int = 800) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("decisions", "load", "catalogue"), action="append")
+    parser.add_argument(
+        "--part", choices=("decisions", "load", "overload", "catalogue"), action="append"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    parts = {"decisions": decisions, "load": held_load, "catalogue": catalogue}
+    parts = {
+        "decisions": decisions, "load": held_load, "overload": overload, "catalogue": catalogue,
+    }  # fmt: skip
     report({one: parts[one]() for one in args.part or parts}, args.out)
 
 

@@ -9,6 +9,7 @@ goes on with the nodes it has. After its end, the front starts another one.
 import importlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -20,10 +21,12 @@ from c2cserve.cluster.link import NodeAddress
 
 log = logging.getLogger(__name__)
 
-LOCAL = "local"
+AUTO, LOCAL = "auto", "local"
 COST_LABEL = "c2cserve-cost"
 _POLL_S = 0.5
 _ANSWER_S = 5.0
+_REACHED_S = 5.0
+"""A head that takes no connection within this time is not there."""
 _LOCAL_STORE_BYTES = 80 << 20
 """Ray's object store on `local`: nothing is put there, and it lies where the pool lies."""
 
@@ -50,6 +53,9 @@ class NoCluster(Exception):
 def join(address: str) -> Any:
     """Connect this process to the cluster. Return the module `ray`, which is imported here alone:
     the extra `cluster` brings it. Raises NoCluster."""
+    named = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
+    if named not in {AUTO, LOCAL}:
+        _check_reached(named)
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
@@ -67,6 +73,17 @@ def join(address: str) -> Any:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise NoCluster(f"no Ray cluster at {address!r}: {error}") from error
     return ray
+
+
+def _check_reached(address: str) -> None:
+    """Raise NoCluster if nothing listens at the address. Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise NoCluster(f"{address!r} is no address of a cluster: auto, local or HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACHED_S).close()
+    except OSError as error:
+        raise NoCluster(f"no Ray cluster at {address!r}: {error.strerror or error}") from error
 
 
 def agents_of(ray: Any) -> dict[str, Any]:

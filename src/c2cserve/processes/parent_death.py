@@ -1,10 +1,13 @@
 """Processes that do not outlive the one that started them."""
 
+import atexit
 import ctypes
 import os
 import signal
+from contextlib import suppress
+from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 """Found when this is imported: between fork and exec a process may not load anything."""
 
@@ -14,7 +17,11 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
     The parent is the thread that forked this process. One that has ended before is not noticed. The
     call may be a `preexec_fn` of `subprocess.Popen`. Raises OSError."""
-    if _prctl(_PR_SET_PDEATHSIG, by) != 0:
+    _set(_PR_SET_PDEATHSIG, by)
+
+
+def _set(option: int, value: int) -> None:
+    if _prctl(option, value) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 
@@ -28,3 +35,29 @@ def end_with(parent: int) -> None:
     end_with_parent()
     if os.getppid() != parent:
         raise SystemExit(1)
+
+
+def kill_descendants_at_exit() -> None:
+    """Have no descendant outlive this process, once it exits by itself.
+
+    A descendant whose parent ends becomes a child of this process. What other libraries end at exit
+    has ended before, if they are imported after this call. Raises OSError."""
+    _set(_PR_SET_CHILD_SUBREAPER, 1)
+    atexit.register(_kill_descendants)
+
+
+def _kill_descendants() -> None:
+    """Kill the children, then those that have become children by that, until there are none."""
+    while children := _children():
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        for child in children:
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
+
+
+def _children() -> list[int]:
+    """Return this process's children, those of all of its threads."""
+    tasks = Path("/proc/self/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -1,5 +1,7 @@
 """Who is a member, by a Ray that is played."""
 
+import socket
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 
 from c2cserve.cluster import membership
 from c2cserve.cluster.agent import AgentState, digest_of
-from c2cserve.cluster.membership import COST_LABEL, Membership, cost_of
+from c2cserve.cluster.membership import COST_LABEL, Membership, NoCluster, cost_of, join
 
 
 @dataclass
@@ -106,3 +108,24 @@ def test_a_label_that_is_no_number_is_said_and_counts_as_none(
 ) -> None:
     assert cost_of({"Labels": {COST_LABEL: "cheap"}}) == 0.0
     assert "c2cserve-cost=cheap" in caplog.text
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "auto"])
+def test_an_address_where_nothing_listens_is_said_at_once(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself would try for minutes."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]  # bound, so that no other process listens there
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        began = time.monotonic()
+        with pytest.raises(NoCluster, match=f"127.0.0.1:{port}.*[Rr]efused"):
+            join(address.format(port=port))
+        assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "head:", "head:port", "[::1]:70000"])
+def test_an_address_that_is_none_is_said(address: str) -> None:
+    with pytest.raises(NoCluster, match="auto, local or HOST:PORT"):
+        join(address)

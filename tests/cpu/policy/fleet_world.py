@@ -10,6 +10,7 @@ from c2cserve.core import fleet
 from c2cserve.core.actions import Reject
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
+from c2cserve.policy.cluster.admission import BURST_S, Standing
 from c2cserve.policy.fleet.policy import FleetPolicy
 from c2cserve.policy.uses import Uses
 
@@ -45,6 +46,8 @@ class _Node:
     """Model -> when it can compute."""
     uses: dict[str, Uses] = field(default_factory=dict[str, Uses])
     prompts_until_s: float = 0.0
+    standing: Standing = field(default_factory=lambda: Standing(BURST_S))
+    """Whether it is in an overload, as a server sees it."""
     running: set[str] = field(default_factory=set[str])
 
 
@@ -62,8 +65,12 @@ class FleetWorld:
     def __init__(
         self, models: list[ModelSpec], nodes: int, pool: int, seed: int = 0,
         prompt_token_s: float = PROMPT_TOKEN_S, answer_s: float = 1.0, load_s: float = 0.0,
+        refusing: bool = False,
     ) -> None:  # fmt: skip
-        """`answer_s`: an answer after its first token. `load_s`: a load beside its bytes."""
+        """`answer_s`: an answer after its first token. `load_s`: a load beside its bytes.
+        `refusing`: nodes refuse requests in an overload, as servers do."""
+        self._refusing = refusing
+        self.declined = 0
         self._usual = Kind(prompt_token_s=prompt_token_s)
         self._answer_s, self._load_s = answer_s, load_s
         self._running: set[str] = set()
@@ -198,6 +205,8 @@ class FleetWorld:
         """Its prompt takes one of four slices, in the order of arrival."""
         prompt_s = request.prompt_len * node.kind.prompt_token_s
         begin_s = max(self.now, node.prompts_until_s)
+        if self._refusing and self._refuses(request, node, begin_s + prompt_s):
+            return
         node.prompts_until_s = begin_s + prompt_s / 4
         first_s = begin_s + prompt_s
         self.at(first_s, ev.FirstToken(request.id, first_s - request.arrival_s))
@@ -206,6 +215,21 @@ class FleetWorld:
             answer_s = request.max_new_tokens * node.kind.token_s
             node.computed.add(request.model)
         self.at(first_s + answer_s, ev.Finished(request.id, request.max_new_tokens))
+
+    def _refuses(self, request: Request, node: _Node, first_s: float) -> bool:
+        """Give the request back if it would be late in an overload."""
+        waits = node.prompts_until_s > self.now
+        overload = node.standing.note(waiting=waits, now=self.now)
+        if waits:
+            node.standing.press(self.now)
+        if not overload or request.sent or first_s - request.arrival_s <= request.slo.ttft_s:
+            return False
+        self.declined += 1
+        node.running.discard(request.id)
+        self._running.discard(request.id)
+        why = fleet.Declined(request, node.node.id, 429, "it would be late", 1.0)
+        self.at(self.now, why)
+        return True
 
     def _load(self, node: _Node, model: str) -> float:
         """Return when the model can compute there; those used least often make room."""

@@ -17,6 +17,8 @@ _CLEAR = 1.0 / 3.0
 """Chance that what a copy displaces is asked for first. At a third, its rate is half as high."""
 _DEMAND_S = 300.0
 """A model that was asked for within this time comes back when its last node is lost."""
+_CROWDED_S = 1.0
+"""A model of which a request was refused within this time gets another copy where there is room."""
 
 
 @dataclass(slots=True)
@@ -28,6 +30,8 @@ class Copies:
     models: Mapping[str, ModelSpec]
     asked_s: dict[str, float] = field(default_factory=dict[str, float])
     """Model -> when it was last asked for."""
+    crowded_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Model -> when a request was last refused because all nodes with it had too much to do."""
     _due: dict[str, None] = field(default_factory=dict[str, None])
     """Models to look at, oldest first."""
     _budget_bytes: float = 0.0
@@ -45,6 +49,7 @@ class Copies:
     def forget(self, model: str) -> None:
         self._due.pop(model, None)
         self.asked_s.pop(model, None)
+        self.crowded_s.pop(model, None)
 
     def holds(self, now: float) -> Iterator[Hold]:
         """Yield what to load where, within the budget."""
@@ -109,6 +114,7 @@ class Copies:
         """Return how many copies there should be."""
         settings, holders = self.placement.settings, self.placement.pools.holders(spec.id)
         wanted = int(now - self.asked_s.get(spec.id, float("-inf")) < _DEMAND_S)
-        if holders and min(book.load for book in holders) > settings.copy_load:
+        crowded = now - self.crowded_s.get(spec.id, float("-inf")) < _CROWDED_S
+        if holders and (crowded or min(book.load for book in holders) > settings.copy_load):
             wanted = max(wanted, len(holders) + 1)
         return wanted

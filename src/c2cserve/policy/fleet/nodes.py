@@ -8,11 +8,9 @@ from c2cserve.core.fleet import FleetNode, NodeReport, Speed
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
 from c2cserve.policy.fleet.load_time import LoadTime
-from c2cserve.policy.fleet.speeds import Speeds
+from c2cserve.policy.fleet.speeds import PROMPT_TOKEN_S, Speeds
 from c2cserve.policy.uses import Uses, note_use
 
-PROMPT_TOKEN_S = 1e-4
-"""What a prompt token is believed to cost until a node has answered."""
 _LEARNING = 0.2
 """Weight of the newest sample."""
 _RECENT_S = 300.0
@@ -73,13 +71,20 @@ class NodeBook:
     _victims: list[str] | None = None
     """Models that may leave its pool, the rarest first. None: to be found anew."""
     token_s: float = PROMPT_TOKEN_S
+    """What a prompt token cost there lately."""
     _samples: int = 0
     """First tokens that `token_s` was learned from."""
 
     @property
+    def prompt_token_s(self) -> float:
+        """What a prompt token is believed to cost there. Until it has answered, it is like others
+        of its kind. Else it would seem fast for as long as all that it has waits for a load."""
+        return self.token_s if self._samples else self.speeds.prompt_token_s
+
+    @property
     def queued_s(self) -> float:
         """How long a slice takes for all that waits."""
-        return self.queued_tokens * self.token_s
+        return self.queued_tokens * self.prompt_token_s
 
     @property
     def load(self) -> float:
@@ -151,7 +156,7 @@ class NodeBook:
 
     def newcomer_s(self, spec: ModelSpec) -> float:
         """Return how long a model that it does not have takes there, beside what that displaces."""
-        wait_s = self.queued_s / max(1, self.node.slices) + len(self.sent) * self.token_s
+        wait_s = self.queued_s / max(1, self.node.slices) + len(self.sent) * self.prompt_token_s
         return wait_s + self.loads.of(spec)
 
     def first_token_s(self, request: Request, spec: ModelSpec, cached: int, now: float) -> float:
@@ -161,13 +166,13 @@ class NodeBook:
         cached."""
         wait_s = max(self.queued_s / max(1, self.node.slices), self.load_s(spec, now))
         prompt_token_s, _ = self.speeds.of(spec, now)
-        return wait_s + (request.prompt_len - cached) * max(self.token_s, prompt_token_s)
+        return wait_s + (request.prompt_len - cached) * max(self.prompt_token_s, prompt_token_s)
 
     def suits(self, spec: ModelSpec, slo: Slo, tokens: float, now: float) -> bool:
         """Whether it meets these targets for a prompt of so many tokens, once it has the model."""
         prompt_token_s, token_s = self.speeds.of(spec, now)
         wait_s = self.queued_s / max(1, self.node.slices)
-        first_s = wait_s + tokens * max(self.token_s, prompt_token_s)
+        first_s = wait_s + tokens * max(self.prompt_token_s, prompt_token_s)
         return first_s <= slo.ttft_s and token_s <= slo.tpot_s
 
     def recall(self, spec: ModelSpec, times_s: Sequence[float]) -> None:
@@ -193,6 +198,7 @@ class NodeBook:
             self._samples += 1
             sample_s = max(0.0, now - one.sent_s) / one.work_tokens
             self.token_s += max(_LEARNING, 1.0 / self._samples) * (sample_s - self.token_s)
+            self.speeds.learn(sample_s)
 
     def left(self, request_id: str) -> None:
         one = self.sent.pop(request_id, None)

@@ -4,7 +4,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from itertools import chain, islice
+from itertools import islice
+from math import gcd
 from zlib import crc32
 
 from c2cserve.core.model import ModelSpec
@@ -19,6 +20,9 @@ _SEARCHED_MAX = 64
 """Nodes that are looked at for a new model. The best of 64 is among the best few of any fleet."""
 _COMPARED_MAX = 16
 """Nodes whose pools are looked at for a new model: those that are cheapest beside that."""
+
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, lie evenly in any number."""
 
 
 def _id_of(book: NodeBook) -> str:
@@ -54,6 +58,9 @@ class Destination:
     node_id: str
     cached: int
     """Prompt tokens whose KV is believed to be there."""
+    late: bool = False
+    """Its first token is expected late: on a node with the model late enough to look for another,
+    on others after the target. What the model displaces there counts as time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +78,16 @@ class _Expected:
 
 
 def _open(order: list[NodeBook], spec: ModelSpec, closed: set[str]) -> Iterator[NodeBook]:
-    """Yield the nodes that could load the model, from its own place in their order."""
-    begin = crc32(spec.id.encode()) % max(1, len(order))
-    for book in chain(islice(order, begin, None), islice(order, begin)):
+    """Yield the nodes that could load the model, from its own place in their order.
+
+    Any few that follow each other here are spread over the whole order. Were they neighbours there,
+    copies of popular models would crowd the nodes beside their places, and leave others idle."""
+    nodes, place = len(order), crc32(spec.id.encode())
+    step = max(1, int(nodes * _GOLDEN))
+    while gcd(step, nodes) > 1:  # else some nodes would be left out
+        step += 1
+    for number in range(nodes):
+        book = order[(place + number * step) % nodes]
         fits = not book.draining and spec.weight_bytes <= book.node.pool_bytes
         if fits and book.node.id not in closed:
             yield book
@@ -126,14 +140,13 @@ class FleetPlacement:
             return found.to
         closed.update(book.node.id for book in holders)
         new = self.newcomer(spec, closed, now, (request.slo, request.prompt_len))
-        if new is not None and found is not None:
-            displacement_s = self.pools.displacement_s(new, spec, now)
-            # A copy takes the place of other models only if the target would be missed.
-            worth = not displacement_s or not found.in_time(request.slo)
-            late_s = new.first_token_s(request, spec, 0, now) + displacement_s
-            new = new if worth and late_s < found.first_s else None
         if new is not None:
-            return Destination(new.node.id, 0)
+            displacement_s = self.pools.displacement_s(new, spec, now)
+            late_s = new.first_token_s(request, spec, 0, now) + displacement_s
+            # A copy takes the place of other models only if the target would be missed.
+            worth = found is None or not displacement_s or not found.in_time(request.slo)
+            if worth and (found is None or late_s < found.first_s):
+                return Destination(new.node.id, 0, late_s > request.slo.ttft_s)
         return None if found is None else found.to
 
     def _holder(
@@ -168,7 +181,8 @@ class FleetPlacement:
             first_s = book.first_token_s(request, spec, at, now)
             # Where all nodes are alike, no other one would be faster.
             paces = alike or book.speeds.of(spec, now)[1] <= request.slo.tpot_s
-            return _Expected(book, first_s, paces, Destination(book.node.id, at))
+            late = first_s > settings.late_share * request.slo.ttft_s
+            return _Expected(book, first_s, paces, Destination(book.node.id, at, late))
 
         first = self.nodes.get(name)
         there = [book for book in holders if spec.id in book.held] or holders

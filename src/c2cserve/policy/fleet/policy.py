@@ -11,7 +11,7 @@ from c2cserve.core.request import Request
 from c2cserve.policy.fleet.copies import Copies
 from c2cserve.policy.fleet.load_time import LoadTime
 from c2cserve.policy.fleet.nodes import CachedPrefixes, NodeBook
-from c2cserve.policy.fleet.placement import FleetPlacement, FleetSettings
+from c2cserve.policy.fleet.placement import Destination, FleetPlacement, FleetSettings
 from c2cserve.policy.fleet.pools import Pools
 from c2cserve.policy.fleet.speeds import Speeds
 
@@ -174,7 +174,7 @@ class FleetPolicy:
         found = None
         if len(held.refused) < settings.tries:
             found = self._placement.node_for(held.request, spec, held.refused, now)
-        if found is None:
+        if found is None or self._excess(held, found, now):
             if held.refused:
                 one = _kindest(held.refused.values())
                 return [self._reject(held, one.status, one.reason, one.retry_after_s)]
@@ -197,6 +197,17 @@ class FleetPolicy:
             self._copies.review([spec.id])
         used_ago_s = tuple(round(now - one, 3) for one in used_s)
         return [fleet.SendTo(held.request.id, found.node_id, source, used_ago_s)]
+
+    def _excess(self, held: _Held, to: Destination, now: float) -> bool:
+        """Whether a node has refused the request in an overload, and this one would be late too. It
+        would refuse as well, or its other models would make room for nothing. A request that has
+        begun is offered on."""
+        crowded = any(one.status == 429 for one in held.refused.values())
+        if not crowded or held.request.sent or not to.late:
+            return False
+        self._copies.crowded_s[held.model] = now
+        self._copies.review([held.model])
+        return True
 
     def _reject(self, held: _Held, status: int, reason: str, retry_after_s: float) -> Reject:
         self._forget(held.request.id)

@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from c2cserve.core.fleet import Speed
 from c2cserve.core.model import ModelSpec
 
+PROMPT_TOKEN_S = 1e-4
+"""What a prompt token is believed to cost until nodes have answered."""
 _LEARNING = 0.2
 """Weight of a new sample that is slower than what was believed."""
+_NEWEST = 0.05
+"""Weight of the newest first token of all nodes."""
 _BELIEVED_S = 600.0
 """What was measured longer ago than this is forgotten: then such a node may be tried again."""
 
@@ -34,10 +38,22 @@ def _part(change_s: float) -> float:
 class Speeds:
     """Shared by the nodes of one kind and price."""
 
+    prompt_token_s: float = PROMPT_TOKEN_S
+    """What a prompt token cost lately, of any model on any of the nodes."""
+    _samples: int = 0
+    """First tokens that it was learned from."""
     _models: dict[str, _Belief] = field(default_factory=dict[str, _Belief])
+
+    def learn(self, prompt_token_s: float) -> None:
+        """Learn from a node's first token."""
+        self._samples += 1
+        change_s = prompt_token_s - self.prompt_token_s
+        self.prompt_token_s += max(_NEWEST, 1.0 / self._samples) * change_s
 
     def note(self, speed: Speed, spec: ModelSpec, now: float) -> None:
         """Note what a node has measured."""
+        if not self._samples:
+            self.prompt_token_s = max(self.prompt_token_s, speed.prompt_token_s)
         belief = self._models.get(spec.id)
         if belief is None or now - belief.at_s > _BELIEVED_S:
             self._models[spec.id] = _Belief(

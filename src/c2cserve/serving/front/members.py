@@ -5,9 +5,9 @@ import sys
 
 import msgspec
 
-from c2cserve.cluster.membership import MemberOrder, Membership, NoCluster, join
+from c2cserve.cluster.membership import LOCAL, MemberOrder, Membership, NoCluster, join
 from c2cserve.processes.own_stdout import own_stdout
-from c2cserve.processes.parent_death import end_with
+from c2cserve.processes.parent_death import end_with, kill_descendants_at_exit
 from c2cserve.serving.front.server import NO_CLUSTER
 from c2cserve.serving.logs import setup_logging
 from c2cserve.terminal.output import CliError
@@ -17,12 +17,21 @@ def members() -> None:
     """Follow a Ray cluster for a front."""
     # A terminal sends it to the front too, which ends this process when it has drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit)
     said = own_stdout()
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=MemberOrder)
     end_with(order.parent)
     setup_logging("members", "info", "text")
+    if order.address == LOCAL:
+        # At exit Ray ends what it has started, but not what that was just starting itself.
+        kill_descendants_at_exit()
     try:
         ray = join(order.address)
     except NoCluster as error:
         raise CliError(str(error), NO_CLUSTER) from error
     Membership(ray, bytes(order.spec)).run(said)
+
+
+def _exit(signum: int, frame: object) -> None:
+    """Exit by an exception, so that what is to be done at exit is done."""
+    sys.exit()

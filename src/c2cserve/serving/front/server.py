@@ -43,7 +43,10 @@ log = logging.getLogger(__name__)
 
 _ANY_BYTES = 1 << 62
 """A front loads no weights, so it has no bound of its own for a model."""
-_REJOIN_S = 1.0
+_REJOIN_S, _REJOIN_MOST_S = 1.0, 10.0
+"""How long a front waits before it looks for Ray again: twice as long each time, up to the most."""
+_END_S = 10.0
+"""A membership process ends itself within this time, or is killed."""
 NO_CLUSTER = 3
 """The status of a membership process that finds no cluster."""
 
@@ -128,26 +131,25 @@ class FrontServer:
     async def _join(self, gateway: FleetGateway) -> None:
         """Follow who is in the cluster. Without its head, the front goes on with the nodes it
         has."""
-        joined = False
+        joined, delay_s = False, _REJOIN_S
         while True:
             process = await self._start_members()
             try:
                 assert process.stdout is not None
-                joined |= await follow(process.stdout, gateway.members)
+                heard = await follow(process.stdout, gateway.members)
+                joined, delay_s = joined or heard, _REJOIN_S if heard else delay_s
                 status = await process.wait()
             except (msgspec.MsgspecError, ValueError) as error:
                 log.error("what the membership process says cannot be read: %s", error)
-                process.kill()
-                status = await process.wait()
+                status = await _end(process)
             finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
+                await _end(process)
             if status == NO_CLUSTER and not joined:
                 gateway.abort(f"there is no cluster at {self._cluster!r}: see the log")
                 return
             log.error("Ray does not answer (status %d): serving goes on with known nodes", status)
-            await asyncio.sleep(_REJOIN_S)
+            await asyncio.sleep(delay_s)
+            delay_s = min(_REJOIN_MOST_S, 2.0 * delay_s)
 
     async def _start_members(self) -> Process:
         process = await asyncio.create_subprocess_exec(
@@ -159,6 +161,18 @@ class FrontServer:
         process.stdin.write(msgspec.json.encode(MemberOrder(self._cluster, os.getpid(), spec)))
         process.stdin.close()
         return process
+
+
+async def _end(process: Process) -> int:
+    """End the membership process and return its status. With `local` Ray's processes are its
+    children: killed at once, it would leave those that were just being started."""
+    if process.returncode is None:
+        process.terminate()
+        try:
+            return await asyncio.wait_for(process.wait(), _END_S)
+        except TimeoutError:
+            process.kill()
+    return await process.wait()
 
 
 def _no_event(event: ClusterEvent) -> None:
