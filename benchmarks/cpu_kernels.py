@@ -9,11 +9,11 @@ reason one thread is timed by the processor time it got, several by the clock on
 
     gemm       a layer's matrices, 32 to 512 rows. `times_torch`: torch's time over ours. torch's
                linear takes the weights as they are; `times_prepacked` is torch with weights that
-               oneDNN has laid out for itself beforehand, a second copy.
+               oneDNN has laid out for itself beforehand, a second copy. "amx/WAY" is one of the
+               ways in which the level `amx` can multiply more than 32 rows (tiles/linear.h);
+               `same_bits` says whether a way gives the bits of the default.
     decode     all matrices of as many layers as exceed every cache, for 1 to 16 rows: bytes of
-               weights per second, and as a share of a loop that only reads them. "amx/WAY" is one
-               of the ways in which the level `amx` can do it (few_rows.h); `same_bits` says whether
-               a way gives the bits of the default, for each shape of a layer.
+               weights per second, and as a share of a loop that only reads them.
     attention  a prompt's attention over its own blocks, and a decode step's over scattered blocks.
 """
 
@@ -29,7 +29,7 @@ import torch
 from report import report
 from torch import Tensor
 
-from c2cserve.kernels.cpu_ops import FEW_ROWS, CpuOps
+from c2cserve.kernels.cpu_ops import MANY_ROWS, CpuOps
 from c2cserve.kernels.layer import KvLayout
 from c2cserve.kernels.native import ISAS, best_isa, usable_flags
 from c2cserve.kernels.ops import RowSampling
@@ -46,7 +46,9 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
 PARTS = ("gemm", "decode", "attention", "small")
 GEMM_ROWS = (32, 128, 512)
 DECODE_ROWS = (1, 2, 4, 8, 16)
-WAY_ROWS = {"vectors": 8, "along": 4}  # at most, where a way of few rows has a limit
+IN_PLACE_ROWS = 32  # at most: more rows have several ways
+SETTLE_S = 0.05
+"""How long torch's threads may wait in a loop for its next call, and take our threads' cores."""
 DECODE_BYTES = 1 << 29  # of weights: more than the caches of a server's socket
 # heads, kv heads, head size, context, sequences
 DECODE_ATTENTION = ((14, 2, 64, 2048, 8), (32, 8, 128, 2048, 8), (32, 8, 128, 8192, 1))
@@ -54,15 +56,19 @@ PROMPT_ATTENTION = ((14, 2, 64, 512), (14, 2, 64, 2048), (32, 8, 128, 2048))  # 
 
 
 def best_s(threads: int, least_s: float, calls: Calls) -> dict[str, float]:
-    """Return the best time of each, taking turns; at least three turns."""
+    """Return the best time of each, taking turns; at least three turns. Calls of torch are last."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     best = dict.fromkeys(calls, float("inf"))
-    end, turns = time.perf_counter() + least_s, 0
-    while turns < 3 or time.perf_counter() < end:
+    spent, turns = 0.0, 0
+    while turns < 3 or spent < least_s:
+        if threads > 1:
+            time.sleep(SETTLE_S)
+        begin = time.perf_counter()
         for name, call in calls.items():
             start = clock()
             call()
             best[name] = min(best[name], clock() - start)
+        spent += time.perf_counter() - begin
         turns += 1
     return best
 
@@ -85,15 +91,29 @@ def gemm(levels: Sequence[CpuOps], m: int, n: int, k: int, least_s: float) -> li
         return lambda: ops.linear(x, w, None, out)
 
     theirs = torch_calls(x, w)
-    taken = best_s(levels[0].threads, least_s, {**{ops.isa: ours(ops) for ops in levels}, **theirs})
+    mine = {ops.isa: ours(ops) for ops in levels}
+    tiles = next((ops for ops in levels if ops.isa == "amx" and m > IN_PLACE_ROWS), None)
+    same_bits: dict[str, int] = {}
+    if tiles:
+        usual = tiles.linear(x, w)
+        for way in MANY_ROWS:
+            mine[f"amx/{way}"] = way_of(tiles, way, x, w, out)
+            same = torch.equal(tiles.linear_many_rows(x, w, way), usual)
+            same_bits[f"amx/{way}"] = int(same)
+    taken = best_s(levels[0].threads, least_s, {**mine, **theirs})
     return [
         {
-            "level": ops.isa, "m": m, "n": n, "k": k, "ms": taken[ops.isa] * 1e3,
-            "gflop_per_s": 2 * m * n * k / taken[ops.isa] / 1e9,
-            **{f"times_{name}": taken[name] / taken[ops.isa] for name in theirs},
+            "level": name, "m": m, "n": n, "k": k, "ms": taken[name] * 1e3,
+            "gflop_per_s": 2 * m * n * k / taken[name] / 1e9,
+            **{f"times_{other}": taken[other] / taken[name] for other in theirs},
+            **({"same_bits": same_bits[name]} if name in same_bits else {}),
         }
-        for ops in levels
+        for name in mine
     ]  # fmt: skip
+
+
+def way_of(tiles: CpuOps, way: str, x: Tensor, w: Tensor, out: Tensor) -> Callable[[], object]:
+    return lambda: tiles.linear_many_rows(x, w, way, out)
 
 
 class Layers:
@@ -131,51 +151,25 @@ class Layers:
 
 def decode(levels: Sequence[CpuOps], model: str, least_s: float) -> list[Record]:
     layers, records = Layers(model), list[Record]()
-    tiles = next((ops for ops in levels if ops.isa == "amx"), None)
     for m in DECODE_ROWS:
         calls: Calls = {
             ops.isa: layers.call(m, lambda x, w, out, ops=ops: ops.linear(x, w, None, out))
             for ops in levels
         }
-        same_bits: dict[str, int] = {}
-        if tiles:
-            ways = ways_of(tiles, layers, m)
-            calls |= ways
-            same_bits = {
-                name: same_as_default(tiles, layers, m, name.removeprefix("amx/")) for name in ways
-            }
-        names = list(calls)
         calls["read"] = lambda: levels[0].read(layers.bits)
         narrow = {k: torch.randn(m, k).bfloat16() for _, k in layers.shapes}
         calls["torch"] = layers.call(
             m, lambda _x, w, _out, narrow=narrow: torch.nn.functional.linear(narrow[w.shape[1]], w)
         )
         taken = best_s(levels[0].threads, least_s, calls)
-        for name in names:
-            record: Record = {
-                "level": name, "model": model, "m": m, "layers": layers.count,
-                **layers.rates(taken, name), "times_torch": taken["torch"] / taken[name],
-            }  # fmt: skip
-            records.append(record | ({"same_bits": same_bits[name]} if name in same_bits else {}))
+        records += [
+            {
+                "level": ops.isa, "model": model, "m": m, "layers": layers.count,
+                **layers.rates(taken, ops.isa), "times_torch": taken["torch"] / taken[ops.isa],
+            }
+            for ops in levels
+        ]  # fmt: skip
     return records
-
-
-def ways_of(tiles: CpuOps, layers: Layers, m: int) -> Calls:
-    """The ways of few rows that multiply `m` rows, as "amx/WAY"."""
-    return {
-        f"amx/{way}": layers.call(
-            m, lambda x, w, out, way=way: tiles.linear_few_rows(x, w, way, out)
-        )
-        for way in FEW_ROWS
-        if m <= WAY_ROWS.get(way, m)
-    }
-
-
-def same_as_default(tiles: CpuOps, layers: Layers, m: int, way: str) -> int:
-    """Return 1 if a way of few rows gives the bits of the default, for each shape of a layer."""
-    samples = [(torch.randn(m, w.shape[1]), w) for w in layers.matrices[: len(layers.shapes)]]
-    same = (torch.equal(tiles.linear_few_rows(x, w, way), tiles.linear(x, w)) for x, w in samples)
-    return int(all(same))
 
 
 def attention(

@@ -33,25 +33,35 @@ def table(records: Iterable[dict[str, Any]], columns: tuple[str, ...]) -> str:
     )
 
 
-def verdict(wholes: Iterable[dict[str, Any]], base: str = "avx512") -> Iterator[str]:
-    """Every level and way of few rows by its speed over that of `base`, for each number of rows and
-    for all: the geometric mean and the least of all models and numbers of threads, the best first.
-    A way's first rows say what `few_rows.h` should choose; 1 and more makes `amx` the default."""
-    gains: dict[int, dict[str, list[float]]] = {}
-    wrong: set[str] = set()
-    for whole in wholes:
-        records = whole["results"].get("decode", [])
-        speed = {(r["model"], r["m"], r["level"]): r["weights_gb_per_s"] for r in records}
-        wrong |= {r["level"] for r in records if not r.get("same_bits", 1)}
-        for (model, m, level), rate in speed.items():
-            if usual := speed.get((model, m, base)):
-                gains.setdefault(m, {}).setdefault(level, []).append(rate / usual)
-    for m, levels in gains.items():
-        yield f"\n{m} row{'s' if m > 1 else ''}, speed over that of {base}:"
-        for level in sorted(levels, key=lambda name: -geometric_mean(levels[name])):
-            bits = ", OTHER BITS" if level in wrong else ""
-            ratios = levels[level]
-            yield f"  {geometric_mean(ratios):.2f} {level}, least {min(ratios):.2f}{bits}"
+# What is compared, by which speed, in which shapes, and over which level.
+COMPARED = (
+    ("decode", "weights_gb_per_s", ("model",), "avx512"),
+    ("gemm", "gflop_per_s", ("model", "matrix"), "avx512"),
+    ("gemm", "gflop_per_s", ("model", "matrix"), "amx/parked"),
+)
+
+
+def verdict(wholes: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Every level, and every way of many rows, by its speed over that of another, for each number
+    of rows: the geometric mean and the least of all shapes and numbers of threads, the best first.
+    """
+    wholes = list(wholes)
+    for section, speed, shape, base in COMPARED:
+        gains: dict[int, dict[str, list[float]]] = {}
+        wrong: set[str] = set()
+        for whole in wholes:
+            records = whole["results"].get(section, [])
+            speeds = {(*(r[k] for k in shape), r["m"], r["level"]): r[speed] for r in records}
+            wrong |= {r["level"] for r in records if not r.get("same_bits", 1)}
+            for (*where, m, level), rate in speeds.items():
+                if usual := speeds.get((*where, m, base)):
+                    gains.setdefault(m, {}).setdefault(level, []).append(rate / usual)
+        for m, levels in gains.items():
+            yield f"\n{section}, {m} row{'s' if m > 1 else ''}, speed over that of {base}:"
+            for level in sorted(levels, key=lambda name: -geometric_mean(levels[name])):
+                bits = ", OTHER BITS" if level in wrong else ""
+                ratios = levels[level]
+                yield f"  {geometric_mean(ratios):.2f} {level}, least {min(ratios):.2f}{bits}"
 
 
 def scaling(wholes: list[dict[str, Any]]) -> Iterator[str]:

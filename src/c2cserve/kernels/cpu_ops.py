@@ -27,11 +27,8 @@ from c2cserve.kernels.sample_rows import pack_rows, unpack_tokens
 
 _THREADS_MAX = 1024
 
-FEW_ROWS = {
-    "vectors": 1, "tiles": 2, "tiles_plain": 3, "tiles_long": 4, "copied": 5, "copied_long": 6,
-    "copied_whole": 7, "along": 8,
-}  # fmt: skip
-"""The ways in which the level `amx` can multiply up to 16 rows (`FewRows` of few_rows.h)."""
+MANY_ROWS = {"parked": 1, "whole": 2}
+"""The ways in which the level `amx` can multiply more than 32 rows (`ManyRows`)."""
 
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -321,16 +318,16 @@ class CpuOps(Apart):
 
     # ---- for benchmarks: single ways of `linear`, and ceilings ----------------------------------
 
-    def linear_few_rows(self, x: Tensor, w: Tensor, way: str, out: Tensor | None = None) -> Tensor:
-        """Return `linear(x, w)`, bit for bit, multiplied in one of the ways of `FEW_ROWS`. Only the
-        level `amx` has them, for weights in bfloat16."""
+    def linear_many_rows(self, x: Tensor, w: Tensor, way: str, out: Tensor | None = None) -> Tensor:
+        """Return `linear(x, w)`, bit for bit, in one of the ways of `MANY_ROWS`. Only the level
+        `amx` has them, for weights in bfloat16."""
         (m, k), (n, width) = x.shape, w.shape
         out = torch.empty((m, n)) if out is None else out
         if width != k or not _dense(x, torch.float32) or not _dense(w, torch.bfloat16) \
                 or out.shape != (m, n) or not _dense(out, torch.float32):  # fmt: skip
-            raise misfit("linear_few_rows", x=x, w=w, out=out)
-        self._lib.c2c_linear_few_rows(
-            self._pool, out.data_ptr(), n, x.data_ptr(), k, w.data_ptr(), k, m, n, k, FEW_ROWS[way]
+            raise misfit("linear_many_rows", x=x, w=w, out=out)
+        self._lib.c2c_linear_many_rows(
+            self._pool, out.data_ptr(), n, x.data_ptr(), k, w.data_ptr(), k, m, n, k, MANY_ROWS[way]
         )
         return out
 

@@ -76,7 +76,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }  # fmt: skip
 
 _TILE_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "c2c_linear_few_rows": (None, (_P, _P, _L, _P, _L, _P, _L, _L, _L, _L, _I)),
+    "c2c_linear_many_rows": (None, (_P, _P, _L, _P, _L, _P, _L, _L, _L, _L, _I)),
 }
 """Functions that only the libraries that multiply on tiles have."""
 
@@ -134,14 +134,13 @@ def has_tiles() -> bool:
 def best_isa(flags: frozenset[str], cap: str | None = None, *, intel: bool = False) -> str:
     """Return the best variant that these flags allow, no better than `cap` (C2CSERVE_CPU_ISA).
 
-    Without a cap, a CPU with tiles uses AVX-512. With tiles prompts are two to four times as fast
-    there, and decoding is half as fast. So does any CPU of Intel's: its bf16 dot products take
-    longer than the float32 multiply-adds that they replace (docs/cpu_kernels.md)."""
+    An Intel CPU without tiles uses AVX-512: its bf16 dot products take longer than the float32
+    multiply-adds that they replace (docs/cpu_kernels.md). They are used if the cap names them."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return "generic"
     if cap is not None and cap not in ISAS:
         raise ValueError(f"C2CSERVE_CPU_ISA is {cap!r}; it can be one of {', '.join(ISAS)}")
-    if cap is None and (intel or flags >= _TILES):
+    if cap in (None, "amx") and intel and not flags >= _TILES:
         cap = "avx512"
     allowed = ISAS[ISAS.index(cap) :] if cap else ISAS
     return next(isa for isa in allowed if _NEEDS[isa] <= flags)
@@ -169,10 +168,10 @@ def load_library(isa: str) -> ctypes.CDLL:
 
 
 def chosen_isa() -> str:
-    """Return the variant that this process uses. The system is asked for tiles only where
-    C2CSERVE_CPU_ISA is "amx": nothing else uses them."""
+    """Return the variant that this process uses. The system is asked for tiles only where they
+    would be used."""
     cap = os.environ.get("C2CSERVE_CPU_ISA") or None
-    flags = usable_flags() if cap == "amx" else cpu_flags()
+    flags = usable_flags() if cap in (None, "amx") else cpu_flags()
     return best_isa(flags, cap, intel=is_intel())
 
 

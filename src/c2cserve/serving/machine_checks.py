@@ -149,10 +149,8 @@ def check_kernels() -> Iterator[Finding]:
     if asked:
         why = "as asked for" if asked == isa else f"the best that it has up to {asked}"
     text = f"{isa}, {why}; bf16 weights meet {_UNITS[isa]}"
-    if asked == "amx" and native.has_tiles() and isa != asked:
+    if asked in (None, "", "amx") and native.has_tiles() and not native.tiles_granted():
         text += "; AMX tiles are not used: the system refuses them to this process"
-    elif not asked and native.has_tiles():
-        text += "; with C2CSERVE_CPU_ISA=amx prompts are faster and decoding slower"
     elif not asked and "avx512_bf16" in native.cpu_flags() and isa == "avx512":
         text += "; this CPU's bf16 instructions are slower than that"
     yield Finding(Level.OK, "kernels", text)

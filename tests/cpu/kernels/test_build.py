@@ -35,14 +35,17 @@ def test_the_best_instruction_set_is_chosen_and_can_be_capped() -> None:
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
     bf16 = avx512 | {"avx512_bf16"}
     tiles = bf16 | {"amx_tile", "amx_bf16", "amx_int8"}
-    assert native.best_isa(tiles) == "avx512"
-    assert native.best_isa(tiles, "amx") == "amx"
+    assert native.best_isa(tiles) == native.best_isa(tiles, intel=True) == "amx"
+    assert native.best_isa(tiles, "amx", intel=True) == "amx"
+    assert native.best_isa(tiles, "avx512_bf16", intel=True) == "avx512_bf16"
     assert native.best_isa(tiles, "avx512") == "avx512"
     assert native.best_isa(bf16) == "avx512_bf16"
     assert native.best_isa(bf16, intel=True) == "avx512"
     assert native.best_isa(bf16, "avx512_bf16", intel=True) == "avx512_bf16"
     assert native.best_isa(avx2, intel=True) == "avx2"
-    assert native.best_isa(tiles - {"avx512_bf16"}, "amx") == "avx512"
+    assert native.best_isa(bf16, "amx", intel=True) == "avx512"
+    assert native.best_isa(bf16, "amx") == "avx512_bf16"
+    assert native.best_isa(tiles - {"avx512_bf16"}) == "avx512"
     assert native.best_isa(avx512) == "avx512"
     assert native.best_isa(avx512, "avx2") == "avx2"
     assert native.best_isa(avx2) == "avx2"
@@ -79,28 +82,37 @@ def test_tiles_are_used_only_if_the_system_grants_them(
         native.tiles_granted.cache_clear()
 
 
+@pytest.mark.parametrize("granted", [True, False])
 @pytest.mark.parametrize("asked", [None, "avx512_bf16", "amx"])
 def test_the_system_is_asked_for_tiles_only_if_they_are_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: str | None,
+    *,
+    granted: bool,
 ) -> None:
     avx512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
     requests: list[str] = []
 
-    def refuse() -> int:
+    def answer() -> int:
         requests.append("tiles")
-        return errno.EPERM
+        return 0 if granted else errno.EPERM
 
     monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({*avx512, "amx_tile", "amx_bf16"}))
-    monkeypatch.setattr(native, "request_tiles", refuse)
+    monkeypatch.setattr(native, "request_tiles", answer)
+    monkeypatch.setattr(native, "is_intel", lambda: True)
     if asked is None:
         monkeypatch.delenv("C2CSERVE_CPU_ISA", raising=False)
     else:
         monkeypatch.setenv("C2CSERVE_CPU_ISA", asked)
     native.tiles_granted.cache_clear()
     try:
-        assert native.chosen_isa() == ("avx512" if asked is None else "avx512_bf16")
-        assert requests == (["tiles"] if asked == "amx" else [])
-        assert caplog.text.count("refuses AMX tiles") == len(requests)
+        wants = asked != "avx512_bf16"
+        best = "amx" if granted else "avx512"
+        for _ in range(2):
+            assert native.chosen_isa() == (best if wants else asked)
+        assert requests == (["tiles"] if wants else [])
+        assert caplog.text.count("refuses AMX tiles") == (wants and not granted)
     finally:
         native.tiles_granted.cache_clear()
 

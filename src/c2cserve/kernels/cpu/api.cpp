@@ -57,13 +57,14 @@ void c2c_router_logits(void* pool, float* out, const float* x, const void* w, in
 }
 
 #if defined(C2C_TILES)
-// `c2c_linear` for weights in bf16 without a bias. Up to 16 rows go the `FewRows` way that is given.
-void c2c_linear_few_rows(void* pool, float* out, int64_t out_stride, const float* x,
-                         int64_t x_stride, const void* w, int64_t w_stride, int64_t m, int64_t n,
-                         int64_t k, int way) {
+// `c2c_linear` for weights in bf16 without a bias. More than 32 rows go the `ManyRows` way that is
+// given.
+void c2c_linear_many_rows(void* pool, float* out, int64_t out_stride, const float* x,
+                          int64_t x_stride, const void* w, int64_t w_stride, int64_t m, int64_t n,
+                          int64_t k, int way) {
   linear_tiles(pool_of(pool),
                {out, out_stride, x, x_stride, w, w_stride, nullptr, Dtype::f32, m, n, k},
-               FewRows(way));
+               ManyRows(way));
 }
 #endif
 
