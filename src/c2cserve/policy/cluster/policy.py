@@ -16,7 +16,7 @@ from c2cserve.policy.cluster.instances import Instances
 from c2cserve.policy.cluster.placement import active_if_full
 from c2cserve.policy.cluster.pool_residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
-from c2cserve.policy.cluster.relocation import Relocation
+from c2cserve.policy.cluster.relocation import Relocation, earlier
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
 from c2cserve.policy.cluster.strategies import ExtraT, Strategies, live_strategies
 from c2cserve.policy.cluster.suspects import Suspects
@@ -68,8 +68,7 @@ class ClusterPolicy(Generic[ExtraT]):
     @property
     def wakeup(self) -> float | None:
         idle_s = 0.0 if self._pool_changed else self._instances.wakeup
-        times = idle_s, self._relocation.wakeup, self._admission.wakeup
-        return min((one for one in times if one is not None), default=None)
+        return earlier(earlier(idle_s, self._relocation.wakeup), self._admission.wakeup)
 
     # ---- events ---------------------------------------------------------------------------------
 

@@ -71,11 +71,13 @@ class WaitingQueue:
         lines = self._by_model.get(model)
         if lines is None:
             return None
-        served = self._shares.served
-        return min(
-            (line[0][0][0] != DISPLACED, served(tenant), line[0][0])
-            for tenant, line in lines.of_tenant.items()
-        )
+        first: QueueRank | None = None
+        for tenant, line in lines.of_tenant.items():
+            urgency = line[0][0]
+            rank = urgency[0] != DISPLACED, self._shares.served(tenant), urgency
+            if first is None or rank < first:
+                first = rank
+        return first
 
     def of(self, model: str) -> list[Request]:
         """Most urgent first, whatever their tenants."""

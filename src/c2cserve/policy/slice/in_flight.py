@@ -10,6 +10,19 @@ _LEAD_S = 0.02
 message that the last step is done. But a request that arrives after it waits for one step more."""
 
 
+class StepNumbers:
+    """Numbers of a slice's steps, from 1."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def take(self, count: int = 1) -> int:
+        """Take so many numbers, and return the first."""
+        first = self._last + 1
+        self._last += count
+        return first
+
+
 class InFlight:
     def __init__(self) -> None:
         self._steps: dict[int, StepInFlight] = {}
