@@ -3,9 +3,9 @@
 A *trial* is one simulation for each seed (`sim.planning.trials`). It passes if the mean share of
 requests that met both targets is at least what was asked for. The search for the largest catalogue
 doubles (or halves) with one seed until one trial passes and one fails. Then it goes on between them
-with two seeds (`sim.planning.search`). All seeds confirm both ends. If they do not, the search goes
-on from there. A trial that cannot pass any more ends at once, unless it is such an end. No
-simulation runs twice.
+with all seeds (`sim.planning.search`), which also confirm both ends. A trial that cannot pass any
+more ends at once, unless it is such an end. No simulation runs twice. What is needed next begins
+while a processor is idle.
 
 The bottleneck is found by experiment, in the failed trial that came closest. Each resource is
 raised by half, with the first seed. The two that help most are tried with the second seed too, and
@@ -33,8 +33,6 @@ _HELPS = 0.002
 _CLOSEST = 2
 """Resources that are tried with a second seed. Experiments are compared with the same seeds of the
 trial, so few are enough."""
-_BETWEEN = 2
-"""Seeds of a trial between the ends of the search. The ends have all of them."""
 _EXPERIMENTS = 6
 """Simulations of experiments, about: of four resources or five, and of the closest ones again."""
 
@@ -164,19 +162,16 @@ class Planner:
         """Search up to `most` models. Raises ValueError (and its kinds)."""
         trials: dict[int, Trial] = {}
         search = self._bracket(hardware, most, trials)
-        all_seeds = self._wishes.seeds
+        seeds = self._wishes.seeds
         while (count := search.next()) is not None:
+            missing = self._runner.missing(hardware, grown(self._models, count))
+            self._expect(count, missing, [(count, seeds)] * (search.trials_left - 1))
             # An end of the search is simulated as a whole: the answer has its figures.
-            between = search.between and all_seeds > 1
-            seeds = min(_BETWEEN, all_seeds) if between else all_seeds
-            rest = [(count, all_seeds - seeds)] * (2 * between)
-            missing = self._runner.missing(hardware, grown(self._models, count), seeds=seeds)
-            self._expect(count, missing, [*rest, *[(count, seeds)] * (search.trials_left - 1)])
-            for end in () if between else search.unconfirmed:
+            cut = search.between and seeds > 1
+            for end in () if cut else search.unconfirmed:
                 self._runner.begin(hardware, grown(self._models, end))
-            trial = trials[count] = self._try(hardware, count, seeds, cut=between)
-            complete = seeds == all_seeds and not trial.cut
-            search.note(count, trial.attainment, passed=trial.passed, complete=complete)
+            trial = trials[count] = self._try(hardware, count, cut=cut)
+            search.note(count, trial.attainment, passed=trial.passed, complete=not trial.cut)
         return self._plan(trials.get(search.passed), trials.get(search.failed))
 
     def _bracket(self, hardware: str, most: int, trials: dict[int, Trial]) -> Search:
@@ -186,7 +181,7 @@ class Planner:
         alone = self._wishes.seeds == 1
         count = min(len(self._models), most)
         while True:
-            self._expect(count, 1, [(count, min(_BETWEEN, self._wishes.seeds))] * 8)
+            self._expect(count, 1, [(count, self._wishes.seeds)] * 4)
             following = count // 2 if search.failed else 2 * count
             for soon in (count, following) if 0 < following <= most else ():
                 self._runner.begin(hardware, grown(self._models, soon), seeds=1, cut=not alone)

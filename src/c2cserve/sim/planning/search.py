@@ -63,8 +63,8 @@ class Search:
         """About how many trials are to come."""
         gap = max(1, self.failed - self.passed)
         between = ceil(log2(gap / self._stride)) if gap > self._stride else 0
-        # A guess takes away more than half.
-        return ceil(between / 2) if between else len(self.unconfirmed)
+        # A guess takes away more than half. It is an end, too, once the search is over.
+        return max(len(self.unconfirmed), ceil(between / 2) + 1 if between else 0)
 
     @property
     def _stride(self) -> int:
