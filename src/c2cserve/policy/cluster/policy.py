@@ -186,7 +186,8 @@ class ClusterPolicy(Generic[ExtraT]):
             self._admit(request)
         self._refuse(self._admission.overdue(now))
         self._back_off(now)
-        self._fail(now)
+        if self._failed or self._broken:
+            self._fail(now)
         if self._pool_changed or now >= self._admission.recheck_s:
             self._load(now)
         self._room_changed |= self._relocation.direct(now)
@@ -234,7 +235,7 @@ class ClusterPolicy(Generic[ExtraT]):
             self._leave_pool(model)
             self._broken.add(name)
         self._failed.clear()
-        for name in sorted(self._broken & self._queue.models()) if self._broken else ():
+        for name in sorted(self._broken & self._queue.models()):
             model = self._models[name]
             if model.retry_s is not None and not model.in_pool and now < model.retry_s:
                 for request in self._queue.of(name):
@@ -242,6 +243,8 @@ class ClusterPolicy(Generic[ExtraT]):
 
     def _back_off(self, now: float) -> None:
         """Keep models that fail away from slices, and end what can only wait for them."""
+        if not self._failing:
+            return
         self._room_changed |= self._failing.refresh(now)
         for name, why, retry_s in list(self._failing.refused(now, self._queue.models())):
             for request in self._queue.of(name):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from c2cserve.core.step import Lane
+from c2cserve.core.step import Lane, Step
 from c2cserve.policy.slice.batching import ActiveModel, StepInFlight
 
 _LEAD_S = 0.02
@@ -49,6 +49,9 @@ class InFlight:
         step = self._steps[step_id]
         self.running -= not step.parked
         step.parked = True
+
+    def steps(self) -> list[Step]:
+        return [one.step for one in self._steps.values()]
 
     def of(self, model: ActiveModel) -> list[StepInFlight]:
         return [step for step in self._steps.values() if step.model is model]

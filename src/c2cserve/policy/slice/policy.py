@@ -274,8 +274,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         moving = self._rotation is not None and self._rotation.under_way
         if moving or (self.prefixes is not None and self.prefixes.bringing):
             return False
-        steps = (one.step for one in self._in_flight)
-        return self._lanes.stuck(steps, self._weights.streams)
+        return self._lanes.stuck(self._in_flight.steps(), self._weights.streams)
 
     def _fill(self, lane: Lane, now: float) -> bool:
         """Launch the lane's next steps, if it is time. Return False if a decode finds no block, and

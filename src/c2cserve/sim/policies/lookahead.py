@@ -81,7 +81,7 @@ def _order(
     ranks = [model.first() for model in models]
     steps_s = [model.time.decode_step_s(len(model.seqs)) for model in models]
     last = [model.last_step for model in models]
-    number = max(last)
+    number, noted = max(last), 0
     order: list[int] = []
     counts = [0] * len(models)
     known, punctual = list(ranks), True  # those of the favourite are updated when it matters
@@ -98,15 +98,16 @@ def _order(
             else:
                 known[index] = rank + paces[index]
         else:
+            for position in range(noted, len(order)):
+                last[order[position]] = number + position + 1
+            noted = len(order)
             turn = next_turn(zip(ranks, last, range(len(ranks)), strict=True), now, late_ran)
             assert turn is not None, "there are models"
             late_ran, index = turn
         if counts[index] == most:
             break
         order.append(index)
-        number += 1
         counts[index] += 1
-        last[index] = number
         ranks[index] += paces[index]
         now += steps_s[index]
     return order
