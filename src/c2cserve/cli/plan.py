@@ -119,7 +119,9 @@ def _search(
         planner = Planner(scenario, models, attainment, progress, wishes, executor, jobs)
         if len(machines) > 1:
             return planner.smallest_machine(machines)
-        return planner.largest_catalogue(machines[0], most)
+        found = planner.largest_catalogue(machines[0], most)
+        pool.shutdown(cancel_futures=True)  # those that were begun in advance and are not needed
+        return found
 
 
 @contextmanager

@@ -13,7 +13,6 @@ part for one greedy request at least, the one with least headroom, so none of th
 the slice, a tenant is never greedy.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from c2cserve.policy.headroom import Candidate
@@ -30,7 +29,7 @@ _RECENT_S = 1.0
 
 class SliceShares:
     def __init__(self) -> None:
-        self._counts = Counter[str]()
+        self._counts: dict[str, int] = {}
         """Requests of each tenant that has some here."""
         self._left_s: dict[str, float] = {}
         """When the last request of a tenant ended here."""
@@ -39,7 +38,7 @@ class SliceShares:
         """Steps with requests of other tenants since the last one without."""
 
     def entered(self, tenant: str) -> None:
-        self._counts[tenant] += 1
+        self._counts[tenant] = self._counts.get(tenant, 0) + 1
         self._left_s.pop(tenant, None)
 
     def left(self, tenant: str, now: float) -> None:

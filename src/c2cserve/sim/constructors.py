@@ -7,6 +7,10 @@ dozens of such objects for each request.
 A compiled value cannot be pickled, as `plan` does to send it to another process. So values say how
 they are made.
 
+A value never leads back to itself, so Python's collector of cycles need not know of it.
+
+Only the sources check that what is zipped has one length: mypyc compiles no `zip` with options.
+
 A name of a module is looked up in a dictionary wherever it is read. Constants that are numbers are
 final, so that their values stand in their place.
 """
@@ -16,14 +20,19 @@ from collections import Counter
 
 _VALUE = "@dataclass(slots=True, unsafe_hash=True)\n"
 """What `core.value.value` and frozen dataclasses are, but for checks of assignments."""
+_IMPORTS = """from dataclasses import dataclass
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from mypy_extensions import mypyc_attr
+"""
 
 
 def written_out(text: str) -> str:
     """Return a module with the constructors of its dataclasses written out, and final numbers."""
-    text = text.replace("@value\n", _VALUE).replace("@dataclass(frozen=True, slots=True)\n", _VALUE)
-    text = text.replace(
-        "from c2cserve.core.value import value\n", "from dataclasses import dataclass\n"
-    )
+    text = text.replace(", strict=True)", ")")
+    text = text.replace("@value\n", "@mypyc_attr(acyclic=True)\n" + _VALUE)
+    text = text.replace("@dataclass(frozen=True, slots=True)\n", _VALUE)
+    text = text.replace("from c2cserve.core.value import value\n", _IMPORTS)
     lines = _with_final_numbers(text)
     classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
     for node in sorted(classes, key=lambda one: one.lineno, reverse=True):

@@ -135,13 +135,18 @@ def test_a_trial_that_cannot_pass_any_more_ends_early() -> None:
     those that are left cannot make up for the first."""
     base = Scenario("", "", WorkloadSettings(STEADY), "0.0001,0.0001")
     models = catalogue("llama-3.1-8b*4")
-    trials = Trials(base, 0.5, 3, None, lambda what, job, done: None)
-    [whole, cut] = [trials.run("gh200", models, seeds=1, cut=each) for each in (False, True)]
+    [whole, cut] = [
+        Trials(base, 0.5, 3, None, lambda what, job, done: None).run(
+            "gh200", models, seeds=1, cut=each
+        )
+        for each in (False, True)
+    ]
     assert not whole.cut
     assert cut.cut
     assert not whole.passed
     assert not cut.passed
     assert cut.requests < 0.8 * whole.requests
+    trials = Trials(base, 0.5, 3, None, lambda what, job, done: None)
     assert trials.run("gh200", models, cut=True).seeds == 2
 
 
@@ -177,6 +182,39 @@ def test_a_search_finds_where_trials_begin_to_fail(knee: int) -> None:
     assert search.passed <= knee < search.failed
     assert search.failed - search.passed <= max(1, int(0.02 * search.passed))
     assert len(tried) - alone <= 8
+
+
+def test_no_simulation_runs_twice() -> None:
+    """One that was begun in advance, or had by another trial, is not run again. One that was cut
+    short is not a whole one."""
+    base = Scenario("", "", WorkloadSettings(STEADY), "1,0.1")
+    models = catalogue("llama-3.1-8b*4")
+    ran: list[int] = []
+    with ThreadPoolExecutor(2) as pool:
+        trials = Trials(
+            base, 0.95, 3, pool, lambda what, job, done: ran.append(job.scenario.seed), width=2
+        )
+        trials.begin("gh200", models, seeds=1, cut=True)
+        assert trials.missing("gh200", models) == 3
+        one = trials.run("gh200", models, seeds=1, cut=True)
+        assert ran == [0]
+        assert trials.missing("gh200", models) == 2
+        several = trials.run("gh200", models)
+    assert ran == [0, 1, 2]
+    assert several.shares[:1] == one.shares
+
+
+def test_a_search_goes_back_to_what_it_knows() -> None:
+    """All seeds refute an end: its neighbours are those that were tried before."""
+    search = Search(0.95, 1000)
+    for models, share in ((64, 1.0), (128, 0.9), (90, 0.955), (95, 0.94)):
+        search.note(models, share, passed=share >= 0.95, complete=False)
+    assert (search.passed, search.failed) == (90, 95)
+    search.note(90, 0.945, passed=False, complete=True)
+    assert (search.passed, search.failed) == (64, 90)
+    search.note(89, 0.948, passed=False, complete=False)
+    search.note(89, 0.951, passed=True, complete=True)
+    assert (search.passed, search.failed) == (89, 90)
 
 
 def test_a_pass_beyond_a_failure_is_believed() -> None:

@@ -14,9 +14,9 @@ A tenant that had no request for a while has no claim on what it did not use. Wh
 its counter is raised to the lowest one of the tenants with requests.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from c2cserve.core.request import Request
 
@@ -56,7 +56,7 @@ class FairShares:
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._groups: dict[str, _Group] = {}
-        self._present = Counter[str]()
+        self._present: dict[str, int] = {}
         """Requests of each tenant; no entry for a tenant without any."""
         self._served: dict[str, float] = {}
         self._floor = 0.0
@@ -73,12 +73,12 @@ class FairShares:
 
     def present(self, tenant: str) -> int:
         """Return how many requests the tenant has that wait or are on slices."""
-        return self._present[tenant]
+        return self._present.get(tenant, 0)
 
     def within(self, tenant: str, places: int) -> bool:
         """Whether the tenant has less than its share: none of its requests is refused because of
         others."""
-        return within_share(self._present[tenant], len(self._accounts), self.tenants, places)
+        return within_share(self._present.get(tenant, 0), len(self._accounts), self.tenants, places)
 
     def together(self, request: Request) -> Sequence[Request]:
         """Return all choices of its request that wait or are on slices, itself among them."""
@@ -104,7 +104,7 @@ class FairShares:
         if tenant not in self._present:
             self._raise_floor()
             self._served[tenant] = max(self.served(tenant), self._floor)
-        self._present[tenant] += 1
+        self._present[tenant] = self._present.get(tenant, 0) + 1
 
     def dispatched(self, request: Request, mean_output: float) -> None:
         """Charge the request with its prompt and the output that is expected of it. Choices are
@@ -143,5 +143,9 @@ class FairShares:
 
     def _raise_floor(self) -> None:
         """Raise the floor to the lowest counter of a tenant with requests; it never goes back."""
-        lowest = min((self.served(one) for one in self._present), default=self._floor)
+        if not self._present:
+            return
+        lowest = inf
+        for one in self._present:
+            lowest = min(lowest, self.served(one))
         self._floor = max(self._floor, lowest)

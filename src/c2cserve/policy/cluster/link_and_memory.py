@@ -17,7 +17,6 @@ weights twice in each round, with half of the batch each. And both would take ti
 models that run nowhere else. So its request waits for room where it runs, or for enough memory.
 """
 
-from heapq import nlargest
 from math import ceil, isinf
 
 from c2cserve.core.model import ModelSpec
@@ -54,7 +53,7 @@ class LinkAndMemory(Budgets):
         if sum(sizes) + weight_bytes <= free:
             return True
         if not weight_bytes:  # one more request for models that are there or swap already
-            return sum(nlargest(2, sizes)) <= free or self._take_turns(ask, load, sum(sizes))
+            return _two_largest(sizes) <= free or self._take_turns(ask, load, sum(sizes))
         return not ask.runs and _swappable(ask, load, [*sizes, weight_bytes], free)
 
     def _take_turns(self, ask: Ask, load: SliceLoad, weight_bytes: int) -> bool:
@@ -159,6 +158,17 @@ def _resident_bytes(load: SliceLoad) -> list[int]:
     return [one.spec.weight_bytes for one in load.busy() if not one.streams]
 
 
+def _two_largest(sizes: list[int]) -> int:
+    """Return the sum of the two largest sizes."""
+    first = second = 0
+    for size in sizes:
+        if size > first:
+            first, second = size, first
+        elif size > second:
+            second = size
+    return first + second
+
+
 def _swappable(ask: Ask, load: SliceLoad, sizes: list[int], free: float) -> bool:
     """Return whether models of these sizes can swap weights in `free` bytes of memory.
 
@@ -168,7 +178,7 @@ def _swappable(ask: Ask, load: SliceLoad, sizes: list[int], free: float) -> bool
     """
     link_bytes_per_s = load.slice.link_bytes_per_s
     period_s = SWAP_TOKENS * min(ask.request.slo.tpot_s, load.work().tpot_s)
-    if sum(nlargest(2, sizes)) > free or sum(sizes) > period_s * link_bytes_per_s:
+    if _two_largest(sizes) > free or sum(sizes) > period_s * link_bytes_per_s:
         return False
     loading = sum(one.spec.weight_bytes for one in load.busy() if not one.ready)
     left_s = ask.request.first_token_due_s - ask.now

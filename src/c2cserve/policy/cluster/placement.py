@@ -256,7 +256,7 @@ def place_owed(
     are in the way."""
 
     def order(load: SliceLoad) -> tuple[int, int, str]:
-        return load.tenants[request.tenant], load.requests, load.slice.id
+        return load.tenants.get(request.tenant, 0), load.requests, load.slice.id
 
     active = [load for load in loads if request.model in load.active]
     if active:

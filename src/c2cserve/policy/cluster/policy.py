@@ -16,7 +16,7 @@ from c2cserve.policy.cluster.instances import Instances
 from c2cserve.policy.cluster.placement import active_if_full
 from c2cserve.policy.cluster.pool_residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
-from c2cserve.policy.cluster.relocation import Relocation
+from c2cserve.policy.cluster.relocation import Relocation, earlier
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
 from c2cserve.policy.cluster.strategies import ExtraT, Strategies, live_strategies
 from c2cserve.policy.cluster.suspects import Suspects
@@ -69,8 +69,7 @@ class ClusterPolicy(Generic[ExtraT]):
     @property
     def wakeup(self) -> float | None:
         idle_s = 0.0 if self._pool_changed else self._instances.wakeup
-        times = idle_s, self._relocation.wakeup, self._admission.wakeup
-        return min((one for one in times if one is not None), default=None)
+        return earlier(earlier(idle_s, self._relocation.wakeup), self._admission.wakeup)
 
     # ---- events ---------------------------------------------------------------------------------
 
@@ -188,7 +187,8 @@ class ClusterPolicy(Generic[ExtraT]):
             self._admit(request)
         self._refuse(self._admission.overdue(now))
         self._back_off(now)
-        self._fail(now)
+        if self._failed or self._broken:
+            self._fail(now)
         if self._pool_changed or now >= self._admission.recheck_s:
             self._load(now)
         self._room_changed |= self._relocation.direct(now)
@@ -236,7 +236,7 @@ class ClusterPolicy(Generic[ExtraT]):
             self._leave_pool(model)
             self._broken.add(name)
         self._failed.clear()
-        for name in sorted(self._broken & self._queue.models()) if self._broken else ():
+        for name in sorted(self._broken & self._queue.models()):
             model = self._models[name]
             if model.retry_s is not None and not model.in_pool and now < model.retry_s:
                 for request in self._queue.of(name):
@@ -244,6 +244,8 @@ class ClusterPolicy(Generic[ExtraT]):
 
     def _back_off(self, now: float) -> None:
         """Keep models that fail away from slices, and end what can only wait for them."""
+        if not self._failing:
+            return
         self._room_changed |= self._failing.refresh(now)
         for name, why, retry_s in list(self._failing.refused(now, self._queue.models())):
             for request in self._queue.of(name):

@@ -69,17 +69,27 @@ class WaitingQueue:
 
     def turn(self, model: str) -> QueueRank | None:
         """Return the rank of the model's head, None if the model has no waiting requests."""
-        return min(self._turns(model), default=None)
+        lines = self._by_model.get(model)
+        if lines is None:
+            return None
+        first: QueueRank | None = None
+        for tenant, line in lines.of_tenant.items():
+            rank = self._rank(tenant, line[0][0])
+            if first is None or rank < first:
+                first = rank
+        return first
 
     def heads(self, model: str) -> list[Request]:
         """Return the first request of each tenant that waits for the model, as turns go."""
-        return [self._entries[turn[3][2]][1] for turn in sorted(self._turns(model))]
+        lines = self._by_model.get(model)
+        if lines is None:
+            return []
+        ranks = [self._rank(tenant, line[0][0]) for tenant, line in lines.of_tenant.items()]
+        return [self._entries[rank[3][2]][1] for rank in sorted(ranks)]
 
-    def _turns(self, model: str) -> Iterator[QueueRank]:
-        lines, shares = self._by_model.get(model), self._shares
-        for tenant, line in () if lines is None else lines.of_tenant.items():
-            first = line[0][0]
-            yield first[0] != DISPLACED, shares.served(tenant), shares.present(tenant), first
+    def _rank(self, tenant: str, urgency: Urgency) -> QueueRank:
+        shares = self._shares
+        return urgency[0] != DISPLACED, shares.served(tenant), shares.present(tenant), urgency
 
     def of(self, model: str) -> list[Request]:
         """Most urgent first, whatever their tenants."""

@@ -20,6 +20,13 @@ SendTo = Callable[[Request, SliceLoad, float], bool]
 """Takes a waiting request out of the queue to this slice. False: it does not fit there now."""
 
 
+def earlier(one: float | None, other: float | None) -> float | None:
+    """Return the earlier of two times, of which each may be none."""
+    if one is None or (other is not None and other < one):
+        return other
+    return one
+
+
 class Relocation:
     def __init__(
         self,
@@ -49,8 +56,7 @@ class Relocation:
 
     @property
     def wakeup(self) -> float | None:
-        times = (self._suspects.wakeup, self._stealing.wakeup)
-        return min((one for one in times if one is not None), default=None)
+        return earlier(self._suspects.wakeup, self._stealing.wakeup)
 
     def closed(self, load: SliceLoad) -> bool:
         """Whether the slice is kept for suspects."""

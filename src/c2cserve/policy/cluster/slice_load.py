@@ -1,7 +1,6 @@
 """What the controller's policies keep of a slice: its instances, their requests, and what is
 believed about their speed."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -135,7 +134,7 @@ class SliceLoad:
     requests: int = 0
     unstarted: int = 0
     """Those without a first token."""
-    tenants: Counter[str] = field(default_factory=Counter[str])
+    tenants: dict[str, int] = field(default_factory=dict[str, int])
     """Requests of each tenant that has some here."""
     unused: int = 0
     """Active models without requests."""
@@ -262,7 +261,7 @@ class SliceLoad:
         instance.tpot_s = min(instance.tpot_s, request.slo.tpot_s)
         self.requests += 1
         self.unstarted += 1
-        self.tenants[request.tenant] += 1
+        self.tenants[request.tenant] = self.tenants.get(request.tenant, 0) + 1
 
     def first_token(self, model: str, request_id: str, ttft_s: float) -> None:
         instance = self.active[model]
@@ -283,8 +282,10 @@ class SliceLoad:
         instance.prompt_tokens -= job.request.prompt_len
         self.kv_bytes = self.kv_bytes - job.kv_bytes if self.requests > 1 else 0.0
         self.requests -= 1
-        self.tenants[job.request.tenant] -= 1
-        if not self.tenants[job.request.tenant]:
+        left = self.tenants[job.request.tenant] - 1
+        if left:
+            self.tenants[job.request.tenant] = left
+        else:
             del self.tenants[job.request.tenant]
         if not instance.jobs:
             instance.tpot_s = _NEVER_S

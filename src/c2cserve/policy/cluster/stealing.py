@@ -5,7 +5,6 @@ it asks the slice (`actions.Recall`), which keeps what has begun. A request is r
 `_RECALLS_MAX` times, and asked for once on each slice, so it cannot go back and forth.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from c2cserve.core.actions import Recall
@@ -27,7 +26,7 @@ class Stealing:
         has kept it."""
         self._back: list[tuple[Request, str]] = []
         """The same of requests that have come back."""
-        self._recalls: Counter[str] = Counter()
+        self._recalls: dict[str, int] = {}
         """Requests -> how many times they were asked for."""
         self.wakeup: float | None = None
         """When the next request that waits beside an idle slice becomes late."""
@@ -98,7 +97,7 @@ class Stealing:
         for job in taken:
             late.remove(job)
             self._asked[job.request.id] = target.slice.id
-            self._recalls[job.request.id] += 1
+            self._recalls[job.request.id] = self._recalls.get(job.request.id, 0) + 1
             yield Recall(job.request.id, source.slice.id)
 
     def _late(self, load: SliceLoad, now: float) -> list[PlacedRequest]:
@@ -116,7 +115,7 @@ class Stealing:
             missed = now >= due_s
             misses = before_s > 0.0 and now + first_s > due_s and first_s < float("inf")
             before_s += prefill_s
-            if request_id in self._asked or self._recalls[request_id] >= _RECALLS_MAX:
+            if request_id in self._asked or self._recalls.get(request_id, 0) >= _RECALLS_MAX:
                 continue
             if missed or misses or self._lacks_place(load, job):
                 late.append(job)

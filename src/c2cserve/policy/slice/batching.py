@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 
+from c2cserve.core.actions import RunStep
 from c2cserve.core.request import Request
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.policy.headroom import due_s
@@ -164,10 +165,16 @@ class ActiveModel:
 
     def first(self) -> float:
         """Return the rank of the request that should go first."""
+        if self.rank is BY_HEADROOM:
+            return self.most_urgent_due_s()
         return min(map(self.rank, self.seqs.values()))
 
     def most_urgent_due_s(self) -> float:
-        return min(map(BY_HEADROOM, self.seqs.values()))
+        least = inf
+        for seq in self.seqs.values():
+            if seq.due_s < least:
+                least = seq.due_s
+        return least
 
     @property
     def has_prompts(self) -> bool:
@@ -234,6 +241,17 @@ class StepInFlight:
         """Whether the model's next step cannot be planned before this one is done."""
         parts = zip(self.step.seqs, self.seqs, strict=True)
         return self.parked or any(part.emits and not seq.chained for part, seq in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class DecidedSteps:
+    """Several decode steps that were decided at once."""
+
+    in_flight: list[StepInFlight]
+    """One for each model that runs."""
+    run: RunStep
+    late: bool
+    """Whether the last of them is a late model's."""
 
 
 _YIELDS = 10.0

@@ -34,7 +34,7 @@ class StepTime:
     prefill_token_s: float = 0.0
     _prompts: "deque[tuple[int, float]]" = field(default_factory=deque[tuple[int, float]])
     """The last prefills: tokens, and seconds beside those of the decodes."""
-    _decodes: "dict[int, deque[float]]" = field(default_factory=dict[int, "deque[float]"])
+    _decodes: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """floor(log2(batch)) -> seconds of the last decode steps."""
     _last: int = 0
     """The key of the last decode step's batch."""
@@ -86,8 +86,12 @@ class StepTime:
     def learn(self, decodes: int, prefill_tokens: int, took_s: float) -> None:
         if not prefill_tokens:
             size = self._last = decodes.bit_length() - 1
-            steps = self._decodes.setdefault(size, deque(maxlen=_STEPS))
+            steps = self._decodes.get(size)
+            if steps is None:
+                steps = self._decodes[size] = []
             steps.append(took_s)
+            if len(steps) > _STEPS:
+                del steps[0]
             self._by_batch[size] = _typical(steps)
             self._largest = max(self._largest, size)
             self._asked = -1
@@ -116,12 +120,18 @@ def allowed_step_s(headroom_s: float, tpot_s: float) -> float:
     return tpot_s * _AHEAD_MAX if headroom_s > tpot_s * _AHEAD_MAX else max(headroom_s, tpot_s)
 
 
-def _typical(steps: "deque[float]") -> float:
+def _typical(steps: list[float]) -> float:
     """Return the mean of a few times without the longest and the shortest; of two the shorter. (Of
     two steps that are noticed at once, the second seems to take no time.)"""
-    if len(steps) < 3:
-        return min(steps)
-    return (sum(steps) - max(steps) - min(steps)) / (len(steps) - 2)
+    total, shortest, longest = 0.0, steps[0], steps[0]
+    for one in steps:
+        total += one
+        if one < shortest:
+            shortest = one
+        elif one > longest:
+            longest = one
+    count = len(steps)
+    return shortest if count < 3 else (total - longest - shortest) / (count - 2)
 
 
 def _token_s(prompts: "deque[tuple[int, float]]") -> float:

@@ -2,12 +2,25 @@
 
 from collections.abc import Iterable, Iterator
 
-from c2cserve.core.step import Lane
+from c2cserve.core.step import Lane, Step
 from c2cserve.policy.slice.batching import ActiveModel, StepInFlight
 
 _LEAD_S = 0.02
 """How long before the end of a step the next one is planned. It hides planning, launching, and the
 message that the last step is done. But a request that arrives after it waits for one step more."""
+
+
+class StepNumbers:
+    """Numbers of a slice's steps, from 1."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def take(self, count: int = 1) -> int:
+        """Take so many numbers, and return the first."""
+        first = self._last + 1
+        self._last += count
+        return first
 
 
 class InFlight:
@@ -36,6 +49,9 @@ class InFlight:
         step = self._steps[step_id]
         self.running -= not step.parked
         step.parked = True
+
+    def steps(self) -> list[Step]:
+        return [one.step for one in self._steps.values()]
 
     def of(self, model: ActiveModel) -> list[StepInFlight]:
         return [step for step in self._steps.values() if step.model is model]

@@ -18,6 +18,7 @@ from c2cserve.core.step import Lane, SeqStep, Step
 from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight, spare_tokens
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.faults import Faults, groups, set_apart
+from c2cserve.policy.slice.in_flight import StepNumbers
 from c2cserve.policy.slice.lanes import Lanes
 from c2cserve.policy.slice.slice_memory import SliceMemory, with_kv_end
 from c2cserve.policy.slice.strategies import ExtraT, Lookahead, SliceStrategies, live_strategies
@@ -49,7 +50,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self._came: list[Seq] = []
         """Requests since the last decision: no clock is read in between."""
         self._faults = Faults()
-        self._step_ids = count(1)
+        self._step_ids = StepNumbers()
         self._keys = count(1)
         self.retries = 0
         """Requests whose step failed and that ran again,"""
@@ -273,8 +274,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         moving = self._rotation is not None and self._rotation.under_way
         if moving or (self.prefixes is not None and self.prefixes.bringing):
             return False
-        steps = (one.step for one in self._in_flight)
-        return self._lanes.stuck(steps, self._weights.streams)
+        return self._lanes.stuck(self._in_flight.steps(), self._weights.streams)
 
     def _fill(self, lane: Lane, now: float) -> bool:
         """Launch the lane's next steps, if it is time. Return False if a decode finds no block, and
@@ -388,7 +388,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 left -= tokens
         if not parts:
             return False
-        step = Step(next(self._step_ids), model.name, tuple(parts), self.arena.end_bytes, lane)
+        step = Step(self._step_ids.take(), model.name, tuple(parts), self.arena.end_bytes, lane)
         expected_s = model.time.step_s(decoding, budget - left)
         launched = StepInFlight(step, model, seqs, decoding, budget - left, expected_s)
         self._in_flight.launched((launched,))

@@ -13,21 +13,21 @@
 `ExtraT` is the type of the actions that these parts add to `actions.SliceAction`. Ours adds none.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Never, Protocol, TypeVar
 
-from c2cserve.core.actions import RunStep
 from c2cserve.core.events import ChunksProfiled, GemmsMeasured
 from c2cserve.core.machine import Slice
 from c2cserve.policy.slice.batching import (
     BY_HEADROOM,
     ActiveModel,
+    DecidedSteps,
     PrefillBudget,
     Seq,
-    StepInFlight,
     headroom_budget,
 )
+from c2cserve.policy.slice.in_flight import StepNumbers
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.rotation import PACED, RotationSettings
 from c2cserve.policy.weights.weight_memory import WeightMemory
@@ -38,22 +38,11 @@ ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class DecidedSteps:
-    """Several decode steps that were decided at once."""
-
-    in_flight: list[StepInFlight]
-    """One for each model that runs."""
-    run: RunStep
-    late: bool
-    """Whether the last of them is a late model's."""
-
-
 class Lookahead(Protocol):
     """Decides several decode steps at once where single decisions would come to the same."""
 
     def decide(
-        self, models: Sequence[ActiveModel], step_ids: Iterator[int], now: float, late_ran: bool
+        self, models: Sequence[ActiveModel], step_ids: StepNumbers, now: float, late_ran: bool
     ) -> DecidedSteps | None: ...
 
 

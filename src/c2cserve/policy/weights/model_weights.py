@@ -7,6 +7,7 @@ from typing import Literal
 from c2cserve.policy.slice.batching import ActiveModel
 
 State = Literal["absent", "loading", "resident", "refused"]
+STATES: tuple[State, ...] = ("absent", "loading", "resident", "refused")
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,6 @@ again, with more room. If that does not help either, it streams until KV has mad
 (`_reconsider`). So does a model with a request whose KV does not fit beside the weights
 (`_make_way_for_long`)."""
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import frexp, inf, isinf
 
@@ -37,7 +36,7 @@ from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.policy.headroom import Candidate, next_turn
 from c2cserve.policy.slice.batching import ActiveModel
 from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.weights.model_weights import ModelWeights, State
+from c2cserve.policy.weights.model_weights import STATES, ModelWeights, State
 from c2cserve.policy.weights.weight_memory import WeightMemory
 from c2cserve.policy.weights.weight_room import WeightRoom
 
@@ -71,7 +70,7 @@ class WeightSwapping(WeightMemory):
         self._room = WeightRoom(arena, slice_)
         self._bytes_per_s = slice_.load_bytes_per_s
         self._weights: dict[str, ModelWeights] = {}
-        self._in = defaultdict[State, dict[str, ModelWeights]](dict)
+        self._in: dict[State, dict[str, ModelWeights]] = {state: {} for state in STATES}
         """The same by state: most decisions concern a few of many models."""
         self._bounded: dict[str, ModelWeights] = {}
         """Those beside whose weights not every request fits."""
@@ -194,10 +193,10 @@ class WeightSwapping(WeightMemory):
         most = _AT_A_TIME if self._rotates else len(self._weights)
         chosen, self._draining = self._draining, {}
         while len(self._in["loading"]) < most:
-            absent = self._in["absent"].items()
-            out = sorted([(one.due_s, name) for name, one in absent if one.model.seqs])
+            out = [(one.due_s, name) for name, one in self._in["absent"].items() if one.model.seqs]
             if not out:
                 break
+            out.sort()
             first = self._weights[out[0][1]]
             victims = self._victims_for(first, now, chosen)
             if victims is None:
@@ -244,7 +243,7 @@ class WeightSwapping(WeightMemory):
         self, candidates: Sequence[Candidate[str]], now: float, late_ran: bool
     ) -> tuple[bool, str] | None:
         """Decide as `headroom.next_turn`, as long as a model might become late."""
-        if candidates and min(candidates)[0] >= now + EASE_S:
+        if candidates and all(one[0] >= now + EASE_S for one in candidates):
             favourite = self.favourite([name for _, _, name in candidates], now)
             if favourite is not None:
                 return False, favourite
@@ -257,7 +256,8 @@ class WeightSwapping(WeightMemory):
         None: no model here makes room for others."""
         if not self._rotates or not self._weights:
             return None
-        return max(names, key=lambda name: (self._worth(name, now), name), default=None)
+        worths = [(self._worth(name, now), name) for name in names]
+        return max(worths)[1] if worths else None
 
     def _worth(self, name: str, now: float) -> int:
         """Its logarithm, rounded, so that it seldom changes while they run."""

@@ -4,7 +4,8 @@ A *trial* is one simulation for each seed (`sim.planning.trials`). It passes if 
 requests that met both targets is at least what was asked for. The search for the largest catalogue
 doubles (or halves) with one seed until one trial passes and one fails. Then it goes on between them
 with all seeds (`sim.planning.search`), which also confirm both ends. A trial that cannot pass any
-more ends at once, unless it is such an end.
+more ends at once, unless it is such an end. No simulation runs twice. What is needed next begins
+while a processor is idle.
 
 The bottleneck is found by experiment, in the failed trial that came closest. Each resource is
 raised by half, with the first seed. The two that help most are tried with the second seed too, and
@@ -161,11 +162,14 @@ class Planner:
         """Search up to `most` models. Raises ValueError (and its kinds)."""
         trials: dict[int, Trial] = {}
         search = self._bracket(hardware, most, trials)
+        seeds = self._wishes.seeds
         while (count := search.next()) is not None:
-            seeds = self._wishes.seeds
-            self._expect(count, seeds, [(count, seeds)] * (search.trials_left - 1))
+            missing = self._runner.missing(hardware, grown(self._models, count))
+            self._expect(count, missing, [(count, seeds)] * (search.trials_left - 1))
             # An end of the search is simulated as a whole: the answer has its figures.
-            cut = search.between and self._wishes.seeds > 1
+            cut = search.between and seeds > 1
+            for end in () if cut else search.unconfirmed:
+                self._runner.begin(hardware, grown(self._models, end))
             trial = trials[count] = self._try(hardware, count, cut=cut)
             search.note(count, trial.attainment, passed=trial.passed, complete=not trial.cut)
         return self._plan(trials.get(search.passed), trials.get(search.failed))
@@ -178,6 +182,9 @@ class Planner:
         count = min(len(self._models), most)
         while True:
             self._expect(count, 1, [(count, self._wishes.seeds)] * 4)
+            following = count // 2 if search.failed else 2 * count
+            for soon in (count, following) if 0 < following <= most else ():
+                self._runner.begin(hardware, grown(self._models, soon), seeds=1, cut=not alone)
             trial = trials[count] = self._try(hardware, count, seeds=1, cut=not alone)
             search.note(count, trial.attainment, passed=trial.passed, complete=alone)
             if (search.passed and search.failed) or count == (most if trial.passed else 1):

@@ -38,15 +38,20 @@ class Search:
             self.failed = self._beyond(models) if self.failed and again else self.failed
         else:
             self.failed = models
-            self.passed = self.passed if self.passed < models else models // 2
+            self.passed = self.passed if self.passed < models else self._below(models)
         self._halve = before > 0 and not self._halve and self.failed - self.passed > before / 2
 
     def next(self) -> int | None:
         """Return how many models to try; None: the search is over."""
         if self.between:
             return self._guess()
+        return next(iter(self.unconfirmed), None)
+
+    @property
+    def unconfirmed(self) -> list[int]:
+        """Return the ends that were not tried with all seeds."""
         ends = (self.passed, self.failed)
-        return next((count for count in ends if count and count not in self.complete), None)
+        return [count for count in ends if count and count not in self.complete]
 
     @property
     def between(self) -> bool:
@@ -58,9 +63,8 @@ class Search:
         """About how many trials are to come."""
         gap = max(1, self.failed - self.passed)
         between = ceil(log2(gap / self._stride)) if gap > self._stride else 0
-        ends = sum(1 for one in (self.passed, self.failed) if one and one not in self.complete)
         # A guess takes away more than half. It is an end, too, once the search is over.
-        return max(ends, ceil(between / 2) + 1 if between else 0)
+        return max(len(self.unconfirmed), ceil(between / 2) + 1 if between else 0)
 
     @property
     def _stride(self) -> int:
@@ -76,6 +80,15 @@ class Search:
         guess = round(low + (high - low) * above / (above + below))
         return min(max(guess, low + stride), max(low + 1, high - stride))
 
+    def _below(self, models: int) -> int:
+        """Return the largest smaller catalogue that passed; where none did, half of it."""
+        known = self._shares.items()
+        smaller = [count for count, share in known if count < models and share >= self.asked]
+        return max(smaller, default=models // 2)
+
     def _beyond(self, models: int) -> int:
-        """Return the next larger catalogue to try; 0: there is none."""
-        return 0 if models >= self.most else min(self.most, models + max(1, models // 4))
+        """Return the smallest larger catalogue that failed; else the next to try; 0: none."""
+        known = self._shares.items()
+        larger = [count for count, share in known if count > models and share < self.asked]
+        following = 0 if models >= self.most else min(self.most, models + max(1, models // 4))
+        return min(larger, default=following)

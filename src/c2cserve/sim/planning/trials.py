@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import mean, stdev
@@ -109,6 +109,10 @@ class Trial:
     """It ended early, because it could not pass any more. All figures are of what was simulated."""
 
 
+_Key = tuple[str, tuple[str, ...], int, str, int, float]
+"""What tells one simulation of a plan from another."""
+
+
 class Trials:
     """Runs trials of one scenario on an executor."""
 
@@ -121,10 +125,31 @@ class Trials:
         self._base, self._attainment = base, attainment
         self._seeds, self._executor, self._ran = seeds, executor, ran
         self._width = width
+        self._begun: dict[_Key, Future[SeedResult]] = {}
+        """All simulations so far: none runs twice."""
+        self._asked_for: set[_Key] = set()
+        """Those whose results a trial or an experiment has."""
 
     def of(self, base: Scenario) -> "Trials":
         """Return the same for another scenario."""
-        return Trials(base, self._attainment, self._seeds, self._executor, self._ran)
+        return Trials(base, self._attainment, self._seeds, self._executor, self._ran, self._width)
+
+    def begin(
+        self, hardware: str, models: Sequence[SimModel], *, seeds: int | None = None,
+        cut: bool = False,
+    ) -> None:  # fmt: skip
+        """Begin simulations that `run` will be asked for next. It does nothing where only one runs
+        at a time."""
+        if self._executor is not None and self._width > 1:
+            for job in self._jobs(hardware, models, seeds, 0, cut):
+                self._begin(job)
+
+    def missing(
+        self, hardware: str, models: Sequence[SimModel], *, seeds: int | None = None
+    ) -> int:
+        """Return how many of a trial's simulations no other trial has had."""
+        keys = (_key(job) for job in self._jobs(hardware, models, seeds, 0, False))
+        return sum(key not in self._asked_for for key in keys)
 
     def run(
         self, hardware: str, models: Sequence[SimModel], *, seeds: int | None = None,
@@ -132,10 +157,8 @@ class Trials:
     ) -> Trial:  # fmt: skip
         """Simulate with the first `seeds` seeds; None: all. `cut`: end the trial early once it
         cannot pass any more. Raises ValueError (and its kinds)."""
-        seeds = self._seeds if seeds is None else seeds
-        enough = self._attainment if cut and seeds == 1 else 0.0
-        one = Simulated(self._base, tuple(models), hardware, "", lost, enough)
-        jobs = [self._job(one, number) for number in range(seeds)]
+        jobs = self._jobs(hardware, models, seeds, lost, cut)
+        seeds = len(jobs)
         what = f"{hardware}, {len(models)} models"
         runs: list[SeedResult] = []
         width = self._width if cut else seeds
@@ -156,15 +179,42 @@ class Trials:
         runs = self._run(jobs, f"{hardware}, {len(models)} models, more of a resource")
         return [one.attainment for one in runs]
 
+    def _jobs(
+        self, hardware: str, models: Sequence[SimModel], seeds: int | None, lost: int, cut: bool
+    ) -> list[Simulated]:
+        seeds = self._seeds if seeds is None else seeds
+        enough = self._attainment if cut and seeds == 1 else 0.0
+        one = Simulated(self._base, tuple(models), hardware, "", lost, enough)
+        return [self._job(one, number) for number in range(seeds)]
+
     def _job(self, job: Simulated, number: int) -> Simulated:
         return replace(job, scenario=_seeded(self._base, self._base.seed + number))
 
     def _run(self, jobs: Sequence[Simulated], what: str) -> Iterator[SeedResult]:
-        executor = self._executor
-        ran = map(simulate, jobs) if executor is None else executor.map(simulate, jobs)
-        for job, done in zip(jobs, ran, strict=True):
-            self._ran(what, job, done)
-            yield done
+        width = len(jobs) if self._executor is not None else 1
+        for first in range(0, len(jobs), width):
+            several = jobs[first : first + width]
+            begun = [self._begin(job) for job in several]
+            for job, simulation in zip(several, begun, strict=True):
+                done, whole = simulation.result(), _key(replace(job, enough=0.0))
+                if not done.cut:
+                    self._begun[whole] = simulation
+                key = _key(job) if done.cut else whole
+                if key not in self._asked_for:
+                    self._asked_for.add(key)
+                    self._ran(what, job, done)
+                yield done
+
+    def _begin(self, job: Simulated) -> "Future[SeedResult]":
+        """Return a simulation, which is begun if none of the same was."""
+        key = _key(job)
+        begun = self._begun.get(_key(replace(job, enough=0.0))) or self._begun.get(key)
+        if begun is None and self._executor is not None:
+            begun = self._begun[key] = self._executor.submit(simulate, job)
+        elif begun is None:
+            begun = self._begun[key] = Future()
+            begun.set_result(simulate(job))
+        return begun
 
     def _trial(
         self, hardware: str, models: int, runs: Sequence[SeedResult], stopped: bool
@@ -194,6 +244,11 @@ class Trials:
             passed=attainment >= self._attainment and not stopped,
             shares=tuple(shares), cut=stopped or any(one.cut for one in runs),
         )  # fmt: skip
+
+
+def _key(job: Simulated) -> _Key:
+    names = tuple(model.spec.id for model in job.models)
+    return job.hardware, names, job.scenario.seed, job.more, job.lost, job.enough
 
 
 def half_interval(values: Sequence[float]) -> float:

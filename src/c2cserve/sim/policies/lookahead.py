@@ -5,18 +5,19 @@ can be asked for several steps, with the times they are expected to take. The sl
 all of them: fewer decisions for the same steps. The executor stops at the end of a step when
 anything else happens."""
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any
 
 from c2cserve.core.actions import RunStep
 from c2cserve.core.request import blocks_of
 from c2cserve.core.step import Step
 from c2cserve.policy.headroom import next_turn
-from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight
+from c2cserve.policy.slice.batching import ActiveModel, DecidedSteps, Seq, StepInFlight
+from c2cserve.policy.slice.in_flight import StepNumbers
 from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.slice.strategies import DecidedSteps, SliceStrategies
+from c2cserve.policy.slice.strategies import SliceStrategies
 from c2cserve.policy.weights.weight_swapping import EASE_S, WeightSwapping
+from c2cserve.sim.world.bursts import times_of
 
 _STEPS_SCARCE = 8
 """Steps decided at once while a model waits for memory."""
@@ -37,14 +38,17 @@ class Lookahead:
         self._by_headroom = by_headroom
 
     def decide(
-        self, models: Sequence[ActiveModel], step_ids: Iterator[int], now: float, late_ran: bool
+        self, models: Sequence[ActiveModel], step_ids: StepNumbers, now: float, late_ran: bool
     ) -> DecidedSteps | None:
         """Decide the next steps and take memory for them. None: there are less than two, or there
         is not enough memory for all of them."""
         order = self.plan(models, now, late_ran)
-        if len(order) < 2 or not _make_room(models, order, self._arena):
+        if len(order) < 2:
             return None
-        return _launch(models, order, step_ids, now)
+        times = times_of(order, len(models))
+        if not _make_room(models, times, self._arena):
+            return None
+        return _launch(models, order, times, step_ids, now)
 
     def plan(self, models: Sequence[ActiveModel], now: float, late_ran: bool) -> list[int]:
         """Return which model runs next, then next, and so on: indices into `models`, which are all
@@ -60,9 +64,10 @@ class Lookahead:
                 return []
         if len(models) < 2:
             return [0] * left if models else []
+        names = [model.name for model in models]
         if self._swapping is not None:
-            favourite = self._swapping.favourite([model.name for model in models], now)
-        top = -1 if favourite is None else [model.name for model in models].index(favourite)
+            favourite = self._swapping.favourite(names, now)
+        top = -1 if favourite is None else names.index(favourite)
         paces = [model.tpot_s if self._by_headroom else 0.0 for model in models]
         return _order(models, paces, top, steps, left, now, late_ran)
 
@@ -76,7 +81,7 @@ def _order(
     ranks = [model.first() for model in models]
     steps_s = [model.time.decode_step_s(len(model.seqs)) for model in models]
     last = [model.last_step for model in models]
-    number = max(last)
+    number, noted = max(last), 0
     order: list[int] = []
     counts = [0] * len(models)
     known, punctual = list(ranks), True  # those of the favourite are updated when it matters
@@ -93,15 +98,16 @@ def _order(
             else:
                 known[index] = rank + paces[index]
         else:
+            for position in range(noted, len(order)):
+                last[order[position]] = number + position + 1
+            noted = len(order)
             turn = next_turn(zip(ranks, last, range(len(ranks)), strict=True), now, late_ran)
             assert turn is not None, "there are models"
             late_ran, index = turn
         if counts[index] == most:
             break
         order.append(index)
-        number += 1
         counts[index] += 1
-        last[index] = number
         ranks[index] += paces[index]
         now += steps_s[index]
     return order
@@ -117,17 +123,21 @@ def _least(ranks: list[float]) -> int:
 
 
 def _launch(
-    models: Sequence[ActiveModel], order: Sequence[int], step_ids: Iterator[int], now: float
-) -> DecidedSteps:
+    models: Sequence[ActiveModel], order: list[int], times: list[int], step_ids: StepNumbers,
+    now: float,
+) -> DecidedSteps:  # fmt: skip
+    """`times`: how often each model runs."""
     launched: list[StepInFlight] = []
-    numbers: dict[int, int] = {}
-    for index in sorted(set(order)) if len(models) > 1 else (0,):
+    numbers = [-1] * len(times)
+    for index, runs in enumerate(times):
+        if not runs:
+            continue
         model = models[index]
         numbers[index] = len(launched)
         decodes = list(model.seqs.values())
         if len(decodes) > 1:
             decodes.sort(key=model.rank)
-        step = Step(next(step_ids), model.name, tuple([seq.issue(1) for seq in decodes]))
+        step = Step(step_ids.take(), model.name, tuple([seq.issue(1) for seq in decodes]))
         expected_s = model.time.decode_step_s(len(decodes))
         launched.append(StepInFlight(step, model, decodes, len(decodes), 0, expected_s))
     first = launched[0].step
@@ -135,28 +145,28 @@ def _launch(
         launched[0].model.last_step = first.id
         run = RunStep(first, (), (0,) * len(order))
     else:
-        steps = len(order)
-        first_id = next(step_ids)
-        for _ in islice(step_ids, steps - 1):
-            pass
-        backwards = order[::-1]
-        for index in numbers:
-            models[index].last_step = first_id + steps - 1 - backwards.index(index)
+        first_id = step_ids.take(len(order))
+        last = [0] * len(times)
+        for position, index in enumerate(order):
+            last[index] = position
+        for index, runs in enumerate(times):
+            if runs:
+                models[index].last_step = first_id + last[index]
         then = tuple([one.step for one in launched[1:]])
-        all_run = len(numbers) == len(models)
-        numbered = order if all_run else map(numbers.__getitem__, order)
+        all_run = len(launched) == len(models)
+        numbered = order if all_run else [numbers[index] for index in order]
         run = RunStep(first, then, tuple(numbered))
     return DecidedSteps(launched, run, models[order[-1]].first() < now)
 
 
-def _make_room(models: Sequence[ActiveModel], order: Sequence[int], arena: KvArena) -> bool:
+def _make_room(models: Sequence[ActiveModel], times: list[int], arena: KvArena) -> bool:
     """Blocks for all tokens that will be drawn. False: there is not enough memory."""
     for index, model in enumerate(models):
-        times = order.count(index) if len(models) > 1 else len(order)
+        runs = times[index]
         needs: list[tuple[Seq, int]] = []
         needed = 0
         for seq in model.seqs.values():
-            more = _lacking(seq.issued, len(seq.blocks), times)
+            more = _lacking(seq.issued, len(seq.blocks), runs)
             if more > 0:
                 needs.append((seq, more))
                 needed += more

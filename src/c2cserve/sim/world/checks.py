@@ -92,7 +92,7 @@ class BlockBook:
         if not offsets:
             return
         size, model, held = seq.spec.kv_block_bytes, seq.spec.id, self.held
-        least, most = min(offsets), max(offsets)
+        least, most = _bounds(offsets)
         inside = least >= 0 and most + size <= self.slice.kv_bytes
         assert inside, "a block lies outside of the arena"
         before = len(held)
@@ -114,7 +114,7 @@ class BlockBook:
         held.difference_update(offsets)
         assert len(held) == before - len(offsets), "a block is given back that has no holder"
         self.held_bytes -= seq.spec.kv_block_bytes * len(offsets)
-        for slab, count in self._by_slab(offsets, min(offsets), max(offsets)):
+        for slab, count in self._by_slab(offsets, *_bounds(offsets)):
             model, blocks = self.slabs[slab]
             if blocks == count:
                 del self.slabs[slab]
@@ -174,6 +174,17 @@ class BlockBook:
         """End the move of a sequence."""
         self._give(seq, seq.swapping_out)
         seq.swapping_out, seq.moving = [], False
+
+
+def _bounds(offsets: Sequence[int]) -> tuple[int, int]:
+    """Return the least and the largest of some numbers."""
+    least = most = offsets[0]
+    for one in offsets:
+        if one < least:
+            least = one
+        elif one > most:
+            most = one
+    return least, most
 
 
 @dataclass(slots=True, eq=False)

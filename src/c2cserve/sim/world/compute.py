@@ -7,8 +7,8 @@ from math import inf, sqrt
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import RunStep
-from c2cserve.core.step import SeqStep, Step
-from c2cserve.sim.world.bursts import Burst
+from c2cserve.core.step import Step
+from c2cserve.sim.world.bursts import Burst, Parts, fewest_left, times_of
 from c2cserve.sim.world.checks import BlockBook, SeqState
 from c2cserve.sim.world.context import SimulationContext, SliceUse
 from c2cserve.sim.world.costs import spread_of
@@ -20,9 +20,6 @@ from c2cserve.sim.world.weight_cache import WeightCache
 _STEADY = 4
 """If the cached share of a model did not change for n steps, it is assumed to hold for n / 4 more.
 It depends on the traffic of all models on the slice, so it cannot be assumed for long."""
-
-Parts = list[tuple[SeqStep, SeqState]]
-"""The sequences of a step."""
 
 _WAITED = 1.001
 """A step that took this many times its floor waited for the link. Less is rounding."""
@@ -153,7 +150,8 @@ class Compute:
             self._times, self._took_s = [0], [0.0]
         else:
             steps = self._steps = (run.step, *run.then)
-            self._parts = [self._begin(step, order.count(i)) for i, step in enumerate(steps)]
+            runs = times_of(order, len(steps))
+            self._parts = [self._begin(step, runs[i]) for i, step in enumerate(steps)]
             self._times, self._took_s = [0] * len(steps), [0.0] * len(steps)
         self._stopping = False
         self._position = 0
@@ -249,21 +247,19 @@ class Compute:
         models = [context.models[step.model] for step in steps]
         if self._cache is not None and not all(self._cache.all_of(model) for model in models):
             return False
-        remaining = [
-            min([seq.tracked.output - seq.tracked.sampled for _, seq in parts])
-            for parts in self._parts
-        ]
+        remaining = [fewest_left(parts) for parts in self._parts]
         scale, fewest = 1.0, min(remaining)
         if context.noise:
             spread = context.noise / sqrt(min(len(run.order), fewest))
             scale = spread_of(context.random, spread)
         extra_tokens = min(len(run.order) // len(steps), fewest) // 2
-        costs = [
-            context.costs.step(step, model, simulated, 1.0, None, extra_tokens)
-            for step, model in zip(steps, models, strict=True)
-        ]
-        self._floor_s, self._compute_share = inf, costs[0].compute_share
-        burst = self._burst = Burst([scale * cost.floor_s for cost in costs], run.order, remaining)
+        floors_s: list[float] = []
+        for step, model in zip(steps, models, strict=True):
+            cost = context.costs.step(step, model, simulated, 1.0, None, extra_tokens)
+            if not floors_s:
+                self._floor_s, self._compute_share = inf, cost.compute_share
+            floors_s.append(scale * cost.floor_s)
+        burst = self._burst = Burst(floors_s, run.order, remaining)
         if simulated.compute:
             route = (simulated.compute,)
             self._flow = context.network.start(route, burst.work, 1.0, self._burst_done)
@@ -283,9 +279,7 @@ class Compute:
         hybrid, several = context.hybrid is not None, self._line[0].then
         if left < 2 or most < 2 or several or hybrid or simulated.compute:
             return False
-        times = min(
-            left, most, *[seq.tracked.output - seq.tracked.sampled for _, seq in self._parts[0]]
-        )
+        times = min(left, most, fewest_left(self._parts[0]))
         extra_tokens = self._times[0] + times // 2
         cost = context.costs.step(step, model, simulated, cached, None, extra_tokens)
         self._floor_s, self._compute_share = cost.floor_s, cost.compute_share

@@ -31,7 +31,8 @@ def interpolate(points: Points, x: float) -> float:
     upper, last = 1, len(points) - 1
     while upper < last and points[upper][0] <= x:
         upper += 1
-    (x0, y0), (x1, y1) = points[upper - 1], points[upper]
+    x0, y0 = points[upper - 1]
+    x1, y1 = points[upper]
     return y0 + (x - x0) * (y1 - y0) / (x1 - x0)
 
 
