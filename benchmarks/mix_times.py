@@ -36,7 +36,7 @@ from c2cserve.sim.world.host_thread import HostTimes
 from c2cserve.sim.world.tables import Tables, read_tables
 
 DEVICE = "measured"
-_REPEATS = 3
+_REPEATS = 5
 _DECODED = 32
 """Tokens of requests that decode together."""
 _BESIDE = 4
@@ -282,11 +282,12 @@ def _without_host(points: Sequence[tuple[int, float]], decode_s: float) -> list[
 
 
 def _first_s(model: str, prompt: int, send: Send, launches: "_Launches") -> float:
-    shape = Shape(model, prompt, 1)
+    shape, ttft_s = Shape(model, prompt, 1), list[float]()
     send([shape], 1)  # the first one of a length loads what it needs
-    with launches.of(prompt):
-        records = send([shape] * _REPEATS, 1)
-    return median(one.ttft_s for one in records)
+    for _ in range(_REPEATS):
+        with launches.of(model, prompt):
+            ttft_s += [one.ttft_s for one in send([shape], 1)]
+    return median(ttft_s)
 
 
 def _risen(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
@@ -294,26 +295,30 @@ def _risen(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
 
 
 class _Launches:
-    """Mean seconds of launching prompts, by their length: means over the models' shapes."""
+    """Seconds of launching prompts, by their length: medians, and means of these over the models.
+    The thread does other things between steps, which delay a launch now and then."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._found: dict[int, list[float]] = {}
+        self._found: dict[int, dict[str, list[float]]] = {}
 
     @contextmanager
-    def of(self, prompt: int) -> Generator[None]:
+    def of(self, model: str, prompt: int) -> Generator[None]:
         before = self._counters()
         yield
         risen = _risen(before, self._counters())
         if steps := risen.get("prefill_steps_total", 0.0):
             took_s = risen.get("prefill_launch_seconds_total", 0.0) / steps
-            self._found.setdefault(prompt, []).append(took_s)
+            self._found.setdefault(prompt, {}).setdefault(model, []).append(took_s)
 
     def within(self, host: HostTimes | None) -> HostTimes | None:
         """Return these times with the prompts' launches by length, if there are any."""
         if host is None or not self._found:
             return host
-        points = [(float(n), fmean(found)) for n, found in sorted(self._found.items())]
+        points = [
+            (float(n), fmean(map(median, found.values())))
+            for n, found in sorted(self._found.items())
+        ]
         return replace(host, prefill_launch=points)
 
 
