@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CPU_NICE = 5
-"""Niceness of CPU slices. They compute without pause on cores that the server and its text
-processes use too. With equal priority, each hop of a request between those processes would wait for
-a step."""
 _LINGER_S = 1.0
 _ORPHAN_POLL_S = 0.0005
 _NO_ENGINE = 3
@@ -150,8 +146,6 @@ def _serve_slice() -> NoReturn:
     config = msgspec.json.decode(message, type=WorkerConfig)
     setup_logging(f"worker/{config.slice.id}", config.log_level, config.log_format)
     os.sched_setaffinity(0, config.slice.cpus)
-    if config.slice.kind == "cpu":
-        os.nice(_CPU_NICE)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides when to end
     if config.slice.kind == "green":
         _serve_part_of_gpu(config, message, end)
