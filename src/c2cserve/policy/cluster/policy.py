@@ -37,14 +37,13 @@ class ClusterPolicy(Generic[ExtraT]):
         self._models: dict[str, ModelBook] = {}
         self._outside: dict[str, ModelBook] = {}
         """Those that are not in the pool."""
-        self._shares = FairShares()
-        self._queue = WaitingQueue(self._shares)
+        self._shares = shares = FairShares()
+        self._queue = queue = WaitingQueue(shares)
         self._actions: list[act.ClusterAction | ExtraT] = []
         self._outputs = strategies.outputs
         self._instances = Instances(strategies.instances, self._outputs, self._actions)
         self._slices, self._where = self._instances.slices, self._instances.where
-        self._admission = Admission(
-            settings, self._queue, self._models, self._slices, self._shares)  # fmt: skip
+        self._admission = Admission(settings, queue, self._models, self._slices, shares)
         self._failing = Failing(self._slices, self._instances.deactivate)
         self._relocation = Relocation(
             Suspects(settings.no_slice_grace_s), self._models, self._slices, self._queue,
