@@ -156,6 +156,9 @@ class SliceStats:
     preemptions: int = _counter(
         "requests", _POLICY, "Requests preempted for memory.", "vllm:num_preemptions"
     )
+    kv_drops: int = _counter(
+        "requests", _POLICY, "Of those, requests whose KV was dropped: the host had no room for it."
+    )
     weights_hit_bytes: int = _counter("bytes", _ENGINE, "Bytes of weights that steps read in HBM.")
     weights_streamed_bytes: int = _counter(
         "bytes", _ENGINE, "Bytes of weights that steps read over the link."

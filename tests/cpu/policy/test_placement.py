@@ -302,3 +302,41 @@ def test_a_slice_with_host_memory_gets_more_requests_than_its_memory_holds(
         if found is not None:
             carry_out(load, request, found, 10.0)
     assert load.requests == taken
+
+
+def turning(kv_bytes: float) -> SliceLoad:
+    """A slice of 200 bytes. One model with weights of 40 and so much KV takes turns there."""
+    load = slice_load("s", 200, 70)
+    load.slice = replace(load.slice, host_kv_bytes=100)
+    load.activate(SPECS[2])
+    for number in range(8):
+        request = Request(f"r{number}", SPECS[2].id, 100, 50, 0.0, Slo(60.0, 1.0))
+        load.add(request, kv_bytes / 8)
+    return load
+
+
+def joins(load: SliceLoad, model: ModelSpec, owed_bytes: int = 0) -> bool:
+    request = Request("new", model.id, 100, 50, 0.0, Slo(60.0, 1.0))
+    found = place(
+        request, model, 1.0, [load], lambda name: tuple[float, ...](), 0.0, owed_bytes=owed_bytes
+    )
+    return found is not None
+
+
+def test_requests_that_take_turns_do_not_keep_another_models_weights_out() -> None:
+    """Weights of 40 and of 80 bytes leave 80, and the host has 50 for those that are away. The
+    link is too slow for them to stream."""
+    assert joins(turning(120.0), SPECS[3])
+    assert not joins(turning(140.0), SPECS[3])
+
+
+def test_turns_leave_room_for_weights_that_are_waited_for_or_idle_here() -> None:
+    """Beside weights of 40 bytes there are 160, and 210 with turns. Beside 80 more there are 130
+    with turns."""
+    load = turning(180.0)
+    assert joins(load, SPECS[2])
+    assert not joins(load, SPECS[2], owed_bytes=80)
+    assert joins(load, SPECS[2], owed_bytes=200), "they would not fit in any case"
+    load.activate(SPECS[3])
+    assert not joins(load, SPECS[2])
+    assert joins(turning(150.0), SPECS[2], owed_bytes=80), "it needs no turns"

@@ -25,7 +25,7 @@ class BaselinePlacing:
 
     def place(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
-        *, late: bool, runs: bool,
+        *, late: bool, runs: bool, owed_bytes: int,
     ) -> Placement | None:  # fmt: skip
         match self.preset.placing:
             case "slinfer":

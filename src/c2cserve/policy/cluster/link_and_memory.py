@@ -5,7 +5,8 @@ requests there:
 
     streamed    sum of S_m / TPOT_m <= share of the link, and a round <= TPOT / 2
     resident    sum of weights + expected KV <= memory
-    rotating    sum of weights <= memory, and KV <= what takes turns in the rest (`turns_bytes`)
+    rotating    sum of weights <= memory, and KV <= what takes turns in the rest (`turns_bytes`),
+                less the largest weights that wait for memory or are idle here, if they fit
     swapped     the two largest weights + expected KV <= memory, and
                 the link loads each of them once while a client reads `SWAP_TOKENS`
 
@@ -54,11 +55,21 @@ class LinkAndMemory(Budgets):
             return True
         if not weight_bytes:  # one more request for models that are there or swap already
             return _two_largest(sizes) <= free or self._take_turns(ask, load, sum(sizes))
+        if not ask.runs and self._take_turns(ask, load, sum(sizes) + weight_bytes):
+            return True
         return not ask.runs and _swappable(ask, load, [*sizes, weight_bytes], free)
 
     def _take_turns(self, ask: Ask, load: SliceLoad, weight_bytes: int) -> bool:
-        """Return whether KV fits beside these weights if requests take turns there."""
+        """Return whether KV fits beside these weights if requests take turns there. They leave
+        room for a model that waits for memory, and for one that is active here without requests.
+        Else a model that is asked rarely would wait until no request of the others takes turns."""
         room = load.slice.hbm_bytes - weight_bytes
+        idle = (
+            one.spec.weight_bytes for name, one in load.active.items()
+            if not (one.jobs or one.streams or name == ask.spec.id)
+        )  # fmt: skip
+        owed_bytes = max(ask.owed_bytes, *idle, 0)
+        room -= owed_bytes if owed_bytes < room else 0
         if not self._rotates or not load.slice.host_kv_bytes or room <= 0:
             return False
         link = load.slice.link_bytes_per_s - self.link_bytes_per_s(load)

@@ -42,6 +42,8 @@ class Ask:
     budgets: "Budgets"
     runs: bool = False
     """The model has requests on some slice."""
+    owed_bytes: int = 0
+    """Weights of another model, which runs nowhere and waits for memory."""
 
 
 class Budgets(Protocol):
@@ -173,14 +175,16 @@ def place(
     *,
     late: bool = False,
     runs: bool = False,
+    owed_bytes: int = 0,
     budgets: Budgets,
 ) -> Placement | None:
     """Return where the request should go, of open slices; None: nowhere now.
 
     A model with requests on a slice is never made to leave it. `kv_bytes`: what the request will
     take of memory. `late`: it also goes where no other request becomes late because of it, and to
-    an idle slice in any case. `runs`: its model has requests on some slice."""
-    ask, model = Ask(request, spec, kv_bytes, value, now, budgets, runs), request.model
+    an idle slice in any case. `runs`: its model has requests on some slice. `owed_bytes`: requests
+    that take turns leave room for so many bytes of another model's weights."""
+    ask, model = Ask(request, spec, kv_bytes, value, now, budgets, runs, owed_bytes), request.model
     here: list[tuple[SliceLoad, tuple[str, ...]]] = []
     others: list[SliceLoad] = []
     for load in loads:

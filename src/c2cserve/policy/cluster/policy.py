@@ -357,7 +357,11 @@ class ClusterPolicy(Generic[ExtraT]):
     def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:
         book, loads = self._models[request.model], self._admission.taking(loads, request)
         spec, runs, late = book.spec, book.running > 0, self._admission.may_be_late(request)
-        found = self._placing.place(request, spec, loads, self._value, now, late=late, runs=runs)
+        owed_bytes = self._queue.owed_bytes(spec.id)
+        found = self._placing.place(
+            request, spec, loads, self._value, now, late=late, runs=runs, owed_bytes=owed_bytes
+        )
+        self._queue.shut_out[spec.id] = 0 if found or runs else spec.weight_bytes
         return self._admission.confirmed(found, request, now)
 
     def _value(self, name: str) -> tuple[float, ...]:

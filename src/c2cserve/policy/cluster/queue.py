@@ -43,6 +43,8 @@ class WaitingQueue:
         self._entries: dict[str, Entry] = {}
         self._aging: list[tuple[float, str]] = []
         """When the first tokens of fresh requests are due; a heap."""
+        self.shut_out: dict[str, int] = {}
+        """Models that run nowhere and found no memory, with the bytes of their weights."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -90,6 +92,14 @@ class WaitingQueue:
     def _rank(self, tenant: str, urgency: Urgency) -> QueueRank:
         shares = self._shares
         return urgency[0] != DISPLACED, shares.served(tenant), shares.present(tenant), urgency
+
+    def owed_bytes(self, model: str) -> int:
+        """Return the largest weights of the other models that are shut out."""
+        for name in [name for name, size in self.shut_out.items() if not size]:
+            del self.shut_out[name]
+        for name in self.shut_out.keys() - self._by_model.keys():
+            del self.shut_out[name]
+        return max((size for name, size in self.shut_out.items() if name != model), default=0)
 
     def of(self, model: str) -> list[Request]:
         """Most urgent first, whatever their tenants."""

@@ -41,10 +41,10 @@ class Placing(Protocol):
 
     def place(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
-        *, late: bool, runs: bool,
+        *, late: bool, runs: bool, owed_bytes: int,
     ) -> Placement | None:  # fmt: skip
         """Return where the request should go, of the open slices `loads`; None: nowhere now.
-        `value`, `late` and `runs`: see `placement.place`."""
+        `value`, `late`, `runs` and `owed_bytes`: see `placement.place`."""
         ...
 
     def place_owed(
@@ -67,12 +67,13 @@ class BudgetedPlacing:
 
     def place(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
-        *, late: bool, runs: bool,
+        *, late: bool, runs: bool, owed_bytes: int,
     ) -> Placement | None:  # fmt: skip
         kv_bytes = expected_kv_bytes(request, spec, self._mean_output(spec.id))
         return place(
-            request, spec, kv_bytes, loads, value, now, late=late, runs=runs, budgets=self._budgets
-        )
+            request, spec, kv_bytes, loads, value, now, late=late, runs=runs, owed_bytes=owed_bytes,
+            budgets=self._budgets,
+        )  # fmt: skip
 
     def place_owed(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float

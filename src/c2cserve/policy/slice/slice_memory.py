@@ -58,6 +58,8 @@ class SliceMemory(Generic[ExtraT]):
         self.arena_hits = 0
         """Requests that found a part of their prompts in the arena."""
         self.preemptions = 0
+        self.kv_drops = 0
+        """The requests among these that lost their KV: host memory had no room for it."""
 
     @property
     def contended_s(self) -> float:
@@ -239,6 +241,7 @@ class SliceMemory(Generic[ExtraT]):
         held = len(victim.blocks)
         move = None if self._rotation is None else self._rotation.pause(victim, self._now)
         if move is None:
+            self.kv_drops += self._rotation is not None
             self._stop(victim)
             self._actions.append(Drop(victim.request.id, requeued=True))
             return True

@@ -240,6 +240,7 @@ def _policy_stats(policy: SlicePolicy[BaselineSliceAction]) -> Callable[[], Slic
         return SliceStats(
             running=policy.running, waiting=policy.waiting, kv_used_bytes=policy.arena.held_bytes,
             cached_tokens=policy.cached_tokens, preemptions=policy.preemptions,
+            kv_drops=policy.kv_drops,
             step_retries=policy.retries, retries_failed=policy.given_up,
             contended_seconds=policy.contended_s, prefix_arena_hits=policy.arena_hits,
             turns=policy.turns,
