@@ -154,8 +154,10 @@ class Instances(Generic[ExtraT]):
             delayed.append(dispatch)
 
     def undispatch(self, request_id: str) -> None:
-        """Take the request from its slice, or do not send it there if that was still to come. The
-        caller says that it `left`."""
+        """Take the request from its slice, if it has one, or do not send it there if that was still
+        to come. The caller says that it `left`."""
+        if request_id not in self.where:
+            return
         model, slice_id = self.where[request_id]
         delayed = self.slices[slice_id].active[model].delayed
         if delayed is None:

@@ -27,12 +27,11 @@ class ClusterPolicy(Generic[ExtraT]):
     a server runs, and has no actions of the type `ExtraT`."""
 
     def __init__(
-        self,
-        settings: AdmissionSettings | None = None,
+        self, settings: AdmissionSettings | None = None,
         strategies: Strategies[ExtraT] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         settings, strategies = settings or AdmissionSettings(), strategies or live_strategies()
-        self._placing = strategies.placing
+        self._placing, self._outputs = strategies.placing, strategies.outputs
         self._budget_bytes: int | None = None
         self._models: dict[str, ModelBook] = {}
         self._outside: dict[str, ModelBook] = {}
@@ -40,7 +39,6 @@ class ClusterPolicy(Generic[ExtraT]):
         self._shares = shares = FairShares()
         self._queue = queue = WaitingQueue(shares)
         self._actions: list[act.ClusterAction | ExtraT] = []
-        self._outputs = strategies.outputs
         self._instances = Instances(strategies.instances, self._outputs, self._actions)
         self._slices, self._where = self._instances.slices, self._instances.where
         self._admission = Admission(settings, queue, self._models, self._slices, shares)
@@ -50,10 +48,9 @@ class ClusterPolicy(Generic[ExtraT]):
             self._failing, self._send_to, on=strategies.placing.ours,
         )  # fmt: skip
         self._arrived: list[Request] = []
-        self._failed: list[str] = []
+        self._failed, self._removing = list[str](), list[str]()
         self._broken: set[str] = set()
         """Models whose last load failed."""
-        self._removing: list[str] = []
         self._draining = False
         self._pool_changed = self._room_changed = True
         """Whether a load, a dispatch may be possible now that was not before."""
@@ -139,8 +136,7 @@ class ClusterPolicy(Generic[ExtraT]):
         self._queue.push(request, displaced=displaced)
 
     def _cancelled(self, request_id: str) -> None:
-        if request_id in self._where:
-            self._instances.undispatch(request_id)
+        self._instances.undispatch(request_id)
         if self._leave_queue(request_id):
             self._pool_changed = True
         elif self._left(request_id) is None:
@@ -357,10 +353,10 @@ class ClusterPolicy(Generic[ExtraT]):
     def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:
         book, loads = self._models[request.model], self._admission.taking(loads, request)
         spec, runs, late = book.spec, book.running > 0, self._admission.may_be_late(request)
-        owed_bytes = self._queue.owed_bytes(spec.id)
         found = self._placing.place(
-            request, spec, loads, self._value, now, late=late, runs=runs, owed_bytes=owed_bytes
-        )
+            request, spec, loads, self._value, now, late=late, runs=runs,
+            owed_bytes=self._queue.owed_bytes(spec.id),
+        )  # fmt: skip
         self._queue.shut_out[spec.id] = 0 if found or runs else spec.weight_bytes
         return self._admission.confirmed(found, request, now)
 
