@@ -37,7 +37,7 @@ tests_gemm() {
 }
 tests_engine() {
     gpu_pytest tests/gpu/test_{decode_attention,decode_graphs,flash_prefill,gpu_engine}.py \
-        tests/gpu/test_{attach,gpu_arriving,gpu_overlap,gpu_prefix_tier,gpu_rotation,hybrid_slices,pool_home,small_copies,transfers,two_lanes}.py
+        tests/gpu/test_{attach,gpu_arriving,gpu_overlap,gpu_prefix_tier,gpu_rotation,gpu_rotation_live,hybrid_slices,pool_home,small_copies,transfers,two_lanes}.py
 }
 tests_server() {
     gpu_pytest tests/gpu/test_{gpu_faults,gpu_guides,gpu_isolation,multipath,neighbour_relays,peer_homes,profile_bench,weight_loads}.py

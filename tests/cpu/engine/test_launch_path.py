@@ -98,7 +98,7 @@ def calls(run: Callable[[], object]) -> int:
 
 def test_calls_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
-    monkeypatch.setattr(launcher, "_stream", lambda _device: 0)
+    monkeypatch.setattr(launcher, "current_stream", lambda _device: 0)
     compiled = launcher._Compiled(counted.launch, (), ())
 
     def by_triton(self: Any, _grid: Any, tensors: Any, _numbers: Any, key: Any) -> None:

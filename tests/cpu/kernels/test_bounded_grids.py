@@ -96,15 +96,12 @@ def test_nothing_begins_early_beside_bounded_readers(monkeypatch: pytest.MonkeyP
     def hold_back(stream: int, word: int) -> None:
         told.append("hold back")
 
-    def current_stream(_device: int) -> SimpleNamespace:
-        return SimpleNamespace(cuda_stream=7)
-
     def zeros(*_: object, **__: object) -> SimpleNamespace:
         return SimpleNamespace(data_ptr=lambda: 64)
 
     monkeypatch.setattr(driver, "launch", launch)
     monkeypatch.setattr(driver, "hold_back", hold_back)
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(launch_context, "current_stream", lambda _device: 7)
     monkeypatch.setattr(torch, "zeros", zeros)
     repository = cast(Repository, SimpleNamespace(kernel=lambda _variant: None))
     homes: tuple[Home, ...] = ("host", "hbm", "peer")

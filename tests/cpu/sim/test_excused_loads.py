@@ -42,7 +42,7 @@ def run(
     first_token = Admission.first_token
 
     def note(self: Admission, request_id: str, after_s: float) -> None:
-        request, _, slice_id = self._sent[request_id]
+        request, _, slice_id, _ = self._sent[request_id]
         believed[request_id] = self._slices[slice_id].excused_s(request)
         first_token(self, request_id, after_s)
 
