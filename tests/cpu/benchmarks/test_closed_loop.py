@@ -23,6 +23,7 @@ def test_rows_of_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (five["users"], five["requests"], five["failed"]) == (5, 20, 0)
     for row in (one, five):
         assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
-        assert 0 < row["tpot_p50_ms"] <= row["tpot_p99_ms"]
+        # On busy cores most answers of 6 tokens come in one piece.
+        assert 0 <= row["tpot_p50_ms"] <= row["tpot_p99_ms"]
         assert row["output_tokens_per_s"] > 0
     assert results["counters"]["c2cserve:slice_output_tokens_total"] == (6 + 20 + 8) * 6
