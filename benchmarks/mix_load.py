@@ -179,13 +179,30 @@ def figures(answers: Sequence[Answer], load_s: float = inf) -> Figures:
     first_s = sorted(one.ttft_s for one in answers if one.ttft_s is not None)
     sooner = [took_s for took_s in first_s if took_s < load_s]
     low_s, high_s = median_interval(first_s) or (None, None)
+    token_s = sorted(one.tpot_s for one in answers if one.tpot_s is not None)
+    token_low_s, token_high_s = median_interval(token_s) or (None, None)
     return {
         **_figures(answers), "errors": errors[:_SHOWN_ERRORS], "models": models,
         "sooner": len(sooner), "ttft_p50_low_s": low_s, "ttft_p50_high_s": high_s,
         "ttft_sooner_p50_s": median(sooner) if sooner else None,
         "ttft_later_p50_s": median(first_s[len(sooner) :]) if sooner != first_s else None,
-        "first_s": [one.ttft_s for one in answers],
+        "tpot_p50_low_s": token_low_s, "tpot_p50_high_s": token_high_s,
+        "first_s": [one.ttft_s for one in answers], "token_s": [one.tpot_s for one in answers],
     }  # fmt: skip
+
+
+def paired(live: Figures, simulated: Figures) -> dict[str, float | None]:
+    """Return the median ratio, simulated over live, of each request's time.
+
+    It is near one only if the same requests are quick in both worlds. Two medians can be near each
+    other by chance, or far apart where half of the requests wait for a load and half do not. None:
+    a world has no times of single requests."""
+    found: dict[str, float | None] = {}
+    for name, of in (("ttft", "first_s"), ("tpot", "token_s")):
+        both = zip(live.get(of, ()), simulated.get(of, ()), strict=False)
+        ratios = [after / before for before, after in both if before and after]
+        found[f"{name}_ratio"] = median(ratios) if ratios else None
+    return found
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -16,7 +16,17 @@ from catalogue_server import ServerFailed
 from gpu_models import weight_bytes
 from mix_checkpoints import POOL_SLACK, Checkpoints
 from mix_live import LiveArena
-from mix_load import SLO, Answer, Arena, Cell, figures, parse_cells, requests, warm_up
+from mix_load import (
+    SLO,
+    Answer,
+    Arena,
+    Cell,
+    figures,
+    paired,
+    parse_cells,
+    requests,
+    warm_up,
+)
 from mix_machine import (
     IMAGINED,
     Host,
@@ -225,6 +235,8 @@ class Run:
                 fetches += found.fetches
             row = self._row(cell, slice_.kv_bytes)
             row["simulated"] = figures(answers, self._load_s(cell)) | {"fetches": fetches}
+            if live := row.get("live"):
+                row["paired"] = paired(live, row["simulated"])
             self._said(cell, "simulated")
 
     def _times_for(self, cell: Cell) -> Times | None:

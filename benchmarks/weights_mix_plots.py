@@ -26,11 +26,14 @@ Rows = Sequence[Mapping[str, Any]]
 def plot_mix(found: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     """Draw the rows of one or more results, and return the file's path.
 
-    Of a cell that several results have, the last one counts. Raises ValueError without rows."""
+    Of a cell that several results have, the last one counts. The largest arena is the first, lent
+    memory the last. Raises ValueError without rows."""
     by_cell = {row["cell"]: row for one in found for row in one["results"]["rows"]}
     if not by_cell:
         raise ValueError("the results have no rows")
-    rows = list(by_cell.values())
+    rows = sorted(
+        by_cell.values(), key=lambda row: (row["lent_bytes"], -row["arena_bytes"], row["rate"])
+    )
     mpl.use("Agg")
     figure, axes = panels(len(_PANELS), width=4.4, height=0.45 * len(rows) + 1.6)
     for own, (name, factor, title, logarithmic) in zip(axes, _PANELS, strict=True):

@@ -20,6 +20,7 @@ from mix_load import (
     Arena,
     figures,
     median_interval,
+    paired,
     parse_cells,
     popularity,
     requests,
@@ -148,6 +149,18 @@ def test_first_tokens_that_wait_for_a_load_have_a_median_of_their_own() -> None:
     assert found["ttft_later_p50_s"] == pytest.approx(0.35)
     assert found["first_s"] == [0.3, 0.02, 0.4, 0.03], "in the order of the requests"
     assert found["ttft_p50_low_s"] is None, "four are too few"
+
+
+def test_requests_are_compared_one_by_one() -> None:
+    """Half of them wait for a load: the medians differ by ten times, each request by a tenth."""
+    live = figures([Answer("a", "answered", took_s, 0.01) for took_s in (0.02, 0.02, 0.2)])
+    simulated = figures([
+        Answer("a", "answered", 0.022, 0.02), Answer("a", "answered", 0.22),
+        Answer("a", "answered", 0.22, 0.02),
+    ])  # fmt: skip
+    assert simulated["ttft_p50_s"] / live["ttft_p50_s"] > 10
+    assert paired(live, simulated) == pytest.approx({"ttft_ratio": 1.1, "tpot_ratio": 2.0})
+    assert paired({}, simulated) == {"ttft_ratio": None, "tpot_ratio": None}
 
 
 def test_a_median_has_an_interval() -> None:
