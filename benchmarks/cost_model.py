@@ -31,9 +31,15 @@ from c2cserve.sim.world.shapes import SimModel, catalogue
 from c2cserve.sim.world.tables import StepTable, Tables
 
 RESULTS = Path(__file__).parent / "results"
-_MIXES = ("weights_mix_h200_eighth.json", "weights_mix_h200_ninth.json")
-"""Runs of the present server on different machines, each of which measured its step times."""
-_LOADS = (*_MIXES, "weights_mix_h200_fifth.json", "weights_mix_h200_sixth.json")
+_MIXES = ("weights_mix_h200_ninth.json", "weights_mix_h200_fourteenth.json")
+"""Runs on different machines, each of which measured its step times. The last is of the present
+server."""
+_LOADS = (
+    *_MIXES,
+    "weights_mix_h200_eighth.json",
+    "weights_mix_h200_fifth.json",
+    "weights_mix_h200_sixth.json",
+)
 _SHAPES = {"llama-3b": "llama-3.2-3b", "llama-8b": "llama-3.1-8b"}
 _LONG = 2048
 """Tokens of prompts that keep an H200 for longer than their launch takes."""
