@@ -9,6 +9,10 @@ _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rope_theta": 5e5,
     "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
+_QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "rope_theta": 1e6,
+    "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "rope_theta": 1e6,
     "num_key_value_heads": 8, "head_dim": 128,
@@ -54,11 +58,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 3072, "tie_word_embeddings": True,
     },
     "qwen2.5-0.5b": {
-        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "rope_theta": 1e6,
-        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
-        "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True,
+        **_QWEN2, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "intermediate_size": 4864,
+    },
+    "qwen2.5-1.5b": {
+        **_QWEN2, "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "intermediate_size": 8960,
     },
     "tiny-llama": {**_LLAMA, **_TINY},
+    "tiny-qwen2": {**_QWEN2, **_TINY},
     "tiny-qwen3": {**_QWEN3, **_TINY, "head_dim": 32, "num_attention_heads": 2},
     "tiny-windowed": {
         **_LLAMA, **_TINY, "architectures": ["MistralForCausalLM"], "head_dim": 64,
