@@ -202,7 +202,8 @@ def main() -> None:
     context = str(most * (max(max(given.prompts) + 256, given.tokens + DECODE_PROMPT + 64)))
     ours = [
         sys.executable, "-m", "c2cserve.cli.main", "serve", "--catalog", str(given.catalog),
-        "--port", str(ports[0]), "--slices", "1", "--threads", threads, "--log-level", "error",
+        "--port", str(ports[0]), "--slices", "1", "--threads", threads, "--gpu-slices", "none",
+        "--log-level", "error",
     ]  # fmt: skip
     theirs = [
         given.llama, "--model", str(given.gguf), "--port", str(ports[1]), "--threads", threads,
