@@ -1,12 +1,13 @@
-"""c2cserve and llama.cpp on the same cores, over HTTP, in turns: prompts and decoding.
+"""c2cserve, llama.cpp and vLLM on the same cores, over HTTP, in turns: prompts and decoding.
 
-    python benchmarks/cpu_peers.py --catalog FILE --model NAME --llama llama-server --gguf FILE
+    python benchmarks/cpu_peer_model.py FOLDER
+    python benchmarks/cpu_peers.py FOLDER [--llama llama-server] [--vllm PYTHON]
                                    [--threads N] [--runs 5] [--prompts 128,512,2048]
                                    [--batches 1,4,16] [--tokens 64] [--clock wall] [--out FILE]
 
 `--llama` is llama.cpp's own server, built on this machine (`cmake -DGGML_NATIVE=ON`): the one of
-llama-cpp-python decodes one request at a time. FILE.gguf holds the model of the catalogue, in the
-same dtype. Both servers are up for the whole run, and an idle one takes no cores.
+llama-cpp-python decodes one request at a time. `--vllm` is the Python of an environment with vLLM's
+build for CPUs. All serve FOLDER's model, are up for the whole run, and take no cores while idle.
 
 On a machine with other work, `--clock processor --threads 1` counts the seconds of processor time
 that all processes of a server together took, instead of those on the wall. With more threads a
@@ -27,9 +28,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from report import report
 
 LIMIT_S = 600.0
 DECODE_PROMPT = 32
+OURS = "c2cserve"
 _WORDS = (
     "the of and to in is for on that by this with you it not or be are from at as your all have "
     "new more an was we will home can us about if page my has search free but our one other do no "
@@ -122,6 +124,15 @@ def decode_rate(server: Server, batch: int, tokens: int, rng: random.Random) -> 
     return sum((tokens - 1) / (times[-1] - times[0]) for times in runs)
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How a server is started; `--port N` is added."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str] = field(default_factory=dict[str, str])
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -129,8 +140,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(name: str, command: list[str], port: int, model: str, clock: Clock) -> Iterator[Server]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+def running(peer: "Peer", port: int, model: str, clock: Clock) -> Iterator[Server]:
+    name, command = peer.name, [*peer.command, "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | peer.env)
     try:
         end = time.monotonic() + LIMIT_S
         while True:
@@ -149,17 +161,21 @@ def running(name: str, command: list[str], port: int, model: str, clock: Clock) 
         process.wait()
 
 
+def _numbers(given: str) -> list[int]:
+    return [int(one) for one in given.split(",")]
+
+
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    numbers = {"type": lambda given: [int(one) for one in given.split(",")]}
-    parser.add_argument("--catalog", type=Path, required=True)
-    parser.add_argument("--model", required=True, help="of the catalogue")
-    parser.add_argument("--llama", required=True, help="llama.cpp's server program")
-    parser.add_argument("--gguf", type=Path, required=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="that cpu_peer_model.py wrote")
+    parser.add_argument("--llama", help="llama.cpp's server program")
+    parser.add_argument("--vllm", help="Python of an environment with vLLM's build for CPUs")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--prompts", default=[128, 512, 2048], **numbers)
-    parser.add_argument("--batches", default=[1, 4, 16], **numbers)
+    parser.add_argument("--prompts", default=[128, 512, 2048], type=_numbers)
+    parser.add_argument("--batches", default=[1, 4, 16], type=_numbers)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--out", type=Path, help="JSON")
@@ -170,9 +186,9 @@ Rates = dict[tuple[str, int, str], list[float]]
 
 
 def measure(
-    servers: tuple[Server, Server], given: argparse.Namespace, rng: random.Random, rates: Rates
+    servers: Sequence[Server], given: argparse.Namespace, rng: random.Random, rates: Rates
 ) -> None:
-    """One round: all prompts and all batches, of both servers in turns."""
+    """One round: all prompts and all batches, of the servers in turns."""
     for size in given.prompts:
         for server in servers:
             rate = prompt_rate(server, size, rng)
@@ -184,41 +200,61 @@ def measure(
 
 
 def medians(rates: Rates) -> list[dict[str, Any]]:
-    return [
-        {
-            "of": kind, "size": size, "tokens_per_s": (mine := statistics.median(all_ours)),
-            "llama_tokens_per_s": (peer := statistics.median(rates[kind, size, "llama.cpp"])),
-            "times_llama": mine / peer, "spread": [min(all_ours), max(all_ours)],
-        }
-        for (kind, size, name), all_ours in rates.items()
-        if name == "c2cserve"
-    ]  # fmt: skip
+    """Return a row for each kind and size: our median rate, and each peer's beside it."""
+    rows: list[dict[str, Any]] = []
+    for (kind, size, name), ours in rates.items():
+        if name != OURS:
+            continue
+        mine = statistics.median(ours)
+        row = {"of": kind, "size": size, "tokens_per_s": mine, "spread": [min(ours), max(ours)]}
+        for (other_kind, other_size, peer), theirs in rates.items():
+            if (other_kind, other_size) == (kind, size) and peer != OURS:
+                rate = statistics.median(theirs)
+                row |= {f"{peer}_tokens_per_s": rate, f"times_{peer}": mine / rate}
+        rows.append(row)
+    return rows
+
+
+def peers(given: argparse.Namespace, model: str) -> list[Peer]:
+    """Return how each server is started, ours first."""
+    threads, most = str(given.threads), max(given.batches)
+    context = max(max(given.prompts) + 256, given.tokens + DECODE_PROMPT + 64)
+    started = [Peer(OURS, [
+        sys.executable, "-m", "c2cserve.cli.main", "serve", "--catalog",
+        str(given.folder / "catalog.toml"), "--slices", "1", "--threads", threads,
+        "--gpu-slices", "none", "--log-level", "error",
+    ])]  # fmt: skip
+    if given.llama:
+        started.append(Peer("llama", [
+            given.llama, "--model", str(given.folder / "model.gguf"), "--threads", threads,
+            "--threads-batch", threads, "--parallel", str(most), "--ctx-size", str(most * context),
+        ]))  # fmt: skip
+    if given.vllm:
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: given.threads]))
+        started.append(Peer("vllm", [
+            given.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model",
+            str(given.folder / "models" / model), "--served-model-name", model, "--dtype",
+            "bfloat16", "--max-model-len", str(context), "--max-num-seqs", str(most),
+            "--no-enable-prefix-caching",
+        ], {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}))  # fmt: skip
+    return started
 
 
 def main() -> None:
     given = arguments()
-    ports, threads = (free_port(), free_port()), str(given.threads)
-    most = max(given.batches)
-    context = str(most * (max(max(given.prompts) + 256, given.tokens + DECODE_PROMPT + 64)))
-    ours = [
-        sys.executable, "-m", "c2cserve.cli.main", "serve", "--catalog", str(given.catalog),
-        "--port", str(ports[0]), "--slices", "1", "--threads", threads, "--gpu-slices", "none",
-        "--log-level", "error",
-    ]  # fmt: skip
-    theirs = [
-        given.llama, "--model", str(given.gguf), "--port", str(ports[1]), "--threads", threads,
-        "--threads-batch", threads, "--parallel", str(most), "--ctx-size", context,
-    ]  # fmt: skip
+    [model] = (path.name for path in (given.folder / "models").iterdir())
     rng, clock = random.Random(0), CLOCKS[given.clock]
     rates: Rates = {}
-    with (
-        running("c2cserve", ours, ports[0], given.model, clock) as one,
-        running("llama.cpp", theirs, ports[1], given.model, clock) as other,
-    ):
-        for server in (one, other):  # warming up
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(running(peer, free_port(), model, clock))
+            for peer in peers(given, model)
+        ]
+        for server in servers:  # warming up
             decode_rate(server, 1, 8, rng)
         for run in range(1, given.runs + 1):
-            measure((one, other), given, rng, rates)
+            measure(servers, given, rng, rates)
             # After each round: what a run that is ended has measured is not lost.
             report(
                 {"served": medians(rates)}, given.out, show=run == given.runs,
