@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,8 +120,8 @@ def prompt_rate(server: Server, words: int, rng: random.Random) -> float:
 def decode_rate(server: Server, batch: int, tokens: int, rng: random.Random) -> float:
     prompts = [text(DECODE_PROMPT, rng) for _ in range(batch)]
     with ThreadPoolExecutor(batch) as executor:
-        runs = list(executor.map(lambda prompt: server.complete(prompt, tokens)[1], prompts))
-    return sum((tokens - 1) / (times[-1] - times[0]) for times in runs)
+        answers = list(executor.map(server.complete, prompts, [tokens] * batch))
+    return sum((tokens - 1) / (times[-1] - times[0]) for _, times in answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(peer: "Peer", port: int, model: str, clock: Clock) -> Iterator[Server]:
+def running(peer: "Peer", port: int, model: str, clock: Clock) -> Generator[Server]:
     name, command = peer.name, [*peer.command, "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | peer.env)
     try:
