@@ -10,8 +10,8 @@ _LLAMA: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
 _QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "rope_theta": 1e6,
-    "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936,
+    "rope_theta": 1e6, "num_key_value_heads": 2, "tie_word_embeddings": True,
 }  # fmt: skip
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "rope_theta": 1e6,
