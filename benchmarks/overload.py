@@ -13,9 +13,10 @@ are texts of words, so tokenizing is part of the work.
 
 An answer counts if its first token came within the TTFT target after the request was due, and its
 mean time per further token is within the TPOT target. Of each load: answers within SLO, late ones
-and refusals per second, how long a refusal took, and the processor time of the server's processes by
-their kind (`server` is the event loop and the controller), in cores.
-`lag` says how late the generator sent. It shares the server's processors unless --cpus gives it its
+and refusals per second, how long a refusal took, and the processor time of the server's processes
+by their kind, in cores (`server` is the event loop and the controller). `refused_by` says which
+limit refused. `lag` says how late the generator sent; `ttft_server` counts late first tokens that
+were late without that. The generator shares the server's processors unless --cpus gives it its
 own (give the server others, by `taskset`). With --shape, random models of the shape are served.
 """
 
