@@ -9,7 +9,7 @@ _LENGTH = b"content-length"
 
 def unchunked(cycle: Any, app: ASGIApp) -> ASGIApp:
     """Return `app` for a request of HTTP/1.0. What has no length, such as a stream, ends with its
-    connection. uvicorn would send it in chunks, and such a client takes their lengths for text.
+    connection. In chunks, as uvicorn sends it, such a client would take their lengths for text.
 
     `cycle`: uvicorn's of the request. It checks that an answer is as long as it was announced, so
     each part of a stream is announced just before it is sent."""
