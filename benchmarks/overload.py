@@ -30,8 +30,8 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def _measure(given: argparse.Namespace, setting: str, results: Row) -> list[Row]
 
 
 @contextmanager
-def _on_processors(cpus: str | None) -> Iterator[None]:
+def _on_processors(cpus: str | None) -> Generator[None]:
     """Run this process, and those that it starts, on these processors only."""
     before = os.sched_getaffinity(0)
     if cpus:
@@ -194,9 +194,12 @@ class _Bench:
         refused = self._refused()
         before = _cpu_s(self._server.pids)
         outcome = self._send(Load(self._server.url, "", planned, timeout_s=_TIMEOUT_S))
-        used = _cpu_s(self._server.pids) - before
+        used = _cpu_s(self._server.pids)
         row = {"load": load, "offered_per_s": round(rate, 1), **self._row(outcome)}
-        cores = {kind: round(one / self._given.seconds, 3) for kind, one in sorted(used.items())}
+        cores = {
+            kind: round((one - before.get(kind, 0.0)) / self._given.seconds, 3)
+            for kind, one in sorted(used.items())
+        }
         row |= {"server_cpu": round(sum(cores.values()), 2), "server_cpu_by_kind": cores}
         by_limit = self._refused() - refused
         row["refused_by"] = {
@@ -269,10 +272,10 @@ def _ms(values: Sequence[float], share: float) -> float | None:
     return round(1e3 * percentile(sorted(values), share), 1) if values else None
 
 
-def _cpu_s(pids: Sequence[int]) -> Counter[str]:
+def _cpu_s(pids: Sequence[int]) -> dict[str, float]:
     """Return the processor time that the processes have used so far, by kind. `pids`: the server's
     first."""
-    used = Counter[str]()
+    used: dict[str, float] = defaultdict(float)
     for pid in pids:
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
