@@ -37,12 +37,15 @@ def late_first_tokens(
 ) -> dict[str, Any]:
     """Return how many answers were late by their first tokens and by the others, and of the former
     the mean parts, milliseconds. `lag`: until the generator had sent the request. `rest`: what
-    neither side has seen, on the way and in the generator after the token came."""
+    neither side has seen, on the way and in the generator after the token came. `ttft_server`: how
+    many of the first tokens were late without both."""
     answered = [record for record in records if record.ok]
     first = [record for record in answered if record.ttft_s > slo.ttft_s]
     slow = sum((record.tpot_s or 0.0) > slo.tpot_s for record in answered)
     rows = [_row(one, parts_ms[one.request_id]) for one in first if one.request_id in parts_ms]
-    return {"ttft": len(first), "tpot": slow, **_means(rows)}
+    server_ms = [sum(row.values()) - row["lag"] - row["rest"] for row in rows]
+    own = sum(one > 1e3 * slo.ttft_s for one in server_ms)
+    return {"ttft": len(first), "tpot": slow, "ttft_server": own, **_means(rows)}
 
 
 def _row(record: Record, parts_ms: Mapping[str, float]) -> dict[str, float]:

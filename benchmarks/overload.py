@@ -13,8 +13,10 @@ are texts of words, so tokenizing is part of the work.
 
 An answer counts if its first token came within the TTFT target after the request was due, and its
 mean time per further token is within the TPOT target. Of each load: answers within SLO, late ones
-and refusals per second, how long a refusal took, and the processor time of the server's processes.
-`lag` says how late the generator sent. It shares the server's processors unless --cpus gives it its
+and refusals per second, how long a refusal took, and the processor time of the server's processes
+by their kind, in cores (`server` is the event loop and the controller). `refused_by` says which
+limit refused. `lag` says how late the generator sent; `ttft_server` counts late first tokens that
+were late without that. The generator shares the server's processors unless --cpus gives it its
 own (give the server others, by `taskset`). With --shape, random models of the shape are served.
 """
 
@@ -28,7 +30,8 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ from catalogue_files import pick, write_catalogue
 from catalogue_server import Server, exit_on_sigterm
 from gpu_models import SHAPES
 from late_answers import ServerLog, late_first_tokens
+from process_memory import kind_of
 from report import report
 
 from c2cserve.bench import plan as bench_plan
@@ -57,6 +61,7 @@ _TIMEOUT_S = 60.0
 _PROBE_WORDS = 16
 _BODIES = 2048
 """Different requests in a closed loop."""
+_LIMITS = ("early", "overload", "patience", "queue_full")
 
 Row = dict[str, Any]
 
@@ -138,7 +143,7 @@ def _measure(given: argparse.Namespace, setting: str, results: Row) -> list[Row]
 
 
 @contextmanager
-def _on_processors(cpus: str | None) -> Iterator[None]:
+def _on_processors(cpus: str | None) -> Generator[None]:
     """Run this process, and those that it starts, on these processors only."""
     before = os.sched_getaffinity(0)
     if cpus:
@@ -171,7 +176,7 @@ class _Bench:
         self._loop(8, _WARM_S)
 
     def closed(self, users: int) -> Row:
-        row = {"users": users, **self._row(self._loop(users, self._given.seconds), 0.0)}
+        row = {"users": users, **self._row(self._loop(users, self._given.seconds))}
         print(json.dumps(row), flush=True)
         return row
 
@@ -186,12 +191,28 @@ class _Bench:
         )
         planned = self._prompts.plan(shapes, self._styles)
         time.sleep(_PAUSE_S)
+        refused = self._refused()
         before = _cpu_s(self._server.pids)
         outcome = self._send(Load(self._server.url, "", planned, timeout_s=_TIMEOUT_S))
-        used = _cpu_s(self._server.pids) - before
-        row = {"load": load, "offered_per_s": round(rate, 1), **self._row(outcome, used)}
+        used = _cpu_s(self._server.pids)
+        row = {"load": load, "offered_per_s": round(rate, 1), **self._row(outcome)}
+        cores = {
+            kind: round((one - before.get(kind, 0.0)) / self._given.seconds, 3)
+            for kind, one in sorted(used.items())
+        }
+        row |= {"server_cpu": round(sum(cores.values()), 2), "server_cpu_by_kind": cores}
+        by_limit = self._refused() - refused
+        row["refused_by"] = {
+            name: round(count / self._given.seconds, 1) for name, count in sorted(by_limit.items())
+        }
         print(json.dumps(row), flush=True)
         return row
+
+    def _refused(self) -> Counter[str]:
+        """Return how many requests each limit has refused so far. `early`: where they are read, at
+        the least cost. The others were tokenized before."""
+        found = self._server.metrics()
+        return Counter({name: int(found[f"c2cserve:refused_{name}_total"]) for name in _LIMITS})
 
     def _loop(self, users: int, seconds: float) -> Outcome:
         pairs = bench_plan.sampled_lengths(
@@ -212,7 +233,7 @@ class _Bench:
         load.path = Endpoint.COMPLETIONS.path
         return asyncio.run(generate_with(load, self._given.processes, lambda _: None))
 
-    def _row(self, outcome: Outcome, used_s: float) -> Row:
+    def _row(self, outcome: Outcome) -> Row:
         """Rates are over the time in which requests were due."""
         records, slo, seconds = outcome.records, self._given.slo, self._given.seconds
         met = sum(slo.met(record) for record in records)
@@ -231,7 +252,6 @@ class _Bench:
             "refusal_p50_ms": _ms([r.e2e_s for r in refused], 0.5),
             "refusal_p99_ms": _ms([r.e2e_s for r in refused], 0.99),
             "late": late_first_tokens(records, slo, parts_ms),
-            "server_cpu": round(used_s / seconds, 2),
             "generator_cpu": round(outcome.cpu_s / seconds, 2),
             "lag_p99_ms": _ms([r.sent_s - r.due_s for r in records if r.sent_s >= 0], 0.99),
         }
@@ -252,16 +272,18 @@ def _ms(values: Sequence[float], share: float) -> float | None:
     return round(1e3 * percentile(sorted(values), share), 1) if values else None
 
 
-def _cpu_s(pids: Sequence[int]) -> float:
-    """Processor time that the processes have used so far."""
-    total = 0
+def _cpu_s(pids: Sequence[int]) -> dict[str, float]:
+    """Return the processor time that the processes have used so far, by kind. `pids`: the server's
+    first."""
+    used: dict[str, float] = defaultdict(float)
     for pid in pids:
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has just ended
             continue
-        total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
+        ticks = int(fields[11]) + int(fields[12])
+        used[kind_of(pid, pids[0], {})] += ticks / os.sysconf("SC_CLK_TCK")
+    return used
 
 
 def _show(results: Row) -> None:

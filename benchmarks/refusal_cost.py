@@ -261,8 +261,8 @@ def _measure(
             for name, server in servers.items():
                 found[name].append(round(server.us_each(case, count), 1))
         us = {name: round(statistics.median(values), 1) for name, values in found.items()}
-        first, *_, last = us.values()
-        rows[case] = {"us": us, "share": round(last / first, 2), "rounds": found}
+        each = list(us.values())
+        rows[case] = {"us": us, "share": round(each[-1] / each[0], 2), "rounds": found}
         print(case, json.dumps(rows[case]), flush=True)
     return rows
 

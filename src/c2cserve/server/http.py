@@ -32,6 +32,7 @@ from c2cserve.server.settings import ServerSettings
 from c2cserve.server.shedding.arrival import ArrivalClock
 from c2cserve.server.shedding.protocol import SheddingProtocol
 from c2cserve.server.tls import Tls
+from c2cserve.server.unchunked import unchunked
 
 _LINGER_S = 1.0
 """A refused client may still be sending. If the connection closed at once, the answer could be
@@ -366,6 +367,8 @@ class HttpProtocol(SheddingProtocol):
         self._shed()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = unchunked(cycle, app)
         if self._reading and self._phase == "body":
             self._held = cycle, app
         else:
