@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from example_counts import examples
 from hypothesis import HealthCheck, settings
+from rewritten_once import rewrite_once
 
 _TESTS = Path(__file__).parent
 sys.path += [str(_TESTS), str(_TESTS.parent / "benchmarks"), str(_TESTS / "e2e")]
@@ -41,6 +42,12 @@ os.environ["SSL_CERT_DIR"] = str(_TESTS)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    several = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
+    if several and not sys.dont_write_bytecode:
+        rewrite_once(config)
 
 
 @pytest.hookimpl(wrapper=True)

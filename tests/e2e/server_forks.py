@@ -2,8 +2,9 @@
 
 Most of the processor time of a server's start is imports, and tests start servers by the dozen.
 Such a server is a process of its own, a child of the test's. Its first fork server of workers is a
-fork, too; all else, later fork servers included, it starts as ever. Faults are injected before it
-begins. (Tests of starts, of command lines, of limits and of environments execute `c2cserve serve`.)
+fork, too, and so are its text processes; all else, later fork servers included, it starts as ever.
+Faults are injected before it begins. (Tests of starts, of command lines, of limits and of
+environments execute `c2cserve serve`.)
 """
 
 import atexit
@@ -16,8 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+from text_forks import TextForks, serve_forks
 
 from c2cserve.cli import main
 from c2cserve.runtime.environment import child_environment
@@ -31,7 +36,7 @@ _IMPORTED = (
     "c2cserve.serving.worker.engine_host",
 )
 _FAULTS = "C2CSERVE_TEST_FAULTS"
-_OWN = frozenset({_FAULTS, "PYTHONPATH", "PYTEST_CURRENT_TEST"})
+_OWN = frozenset({_FAULTS, "PYTHONPATH", "PYTEST_CURRENT_TEST", "C2CSERVE_API_KEYS"})
 """Variables that a test may set for a server that is forked."""
 
 
@@ -110,8 +115,16 @@ class _ForkedForkServer(ForkServer):
         os.dup2(its.fileno(), 0)
         its.close()
         _set_environment(environment)
-        worker()
+        self._run()
         raise AssertionError("the fork server has returned")
+
+    def _run(self) -> None:
+        worker()
+
+
+class _ForkedTextForks(_ForkedForkServer):
+    def _run(self) -> None:
+        serve_forks(socket.socket(fileno=os.dup(0)))
 
 
 def _set_environment(variables: Mapping[str, str]) -> None:
@@ -136,7 +149,25 @@ def _serve(end: int) -> None:
         importlib.import_module("sitecustomize")
     sys.argv = ["c2cserve", "serve", *said["args"]]
     FORK_SERVERS.add(_ForkedForkServer(FORK_SERVER, child_environment(**ONE_THREAD)))
-    main.app(sys.argv[1:])
+    texts = TextForks(_ForkedTextForks)
+    texts.start()
+    texts.replace()
+    status: object = 0
+    try:
+        main.app(sys.argv[1:])
+    except SystemExit as end:
+        status = end.code
+    _end(status if isinstance(status, int) else int(status is not None))
+
+
+def _end(status: int) -> NoReturn:
+    """End as an interpreter does, but leave its objects: freeing each one writes to pages that
+    forks share, which takes longer than a server's end."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _fork_servers() -> None:
