@@ -66,7 +66,7 @@ def test_an_idle_slice_takes_requests_that_wait_for_memory_elsewhere(
     with recorded(*TIGHT, directory=tmp_path, slices=2) as (server, _):
         undisturbed = asyncio.run(answers(server.url))
         before = served(server)
-        slow = tmp_path / "faults" / "slow-20"
+        slow = tmp_path / "faults" / "slow-100"
         assert asyncio.run(answers_with_a_late_slice(server, slow)) == undisturbed
         assert state_of(server, 1) == "up"
         assert served(server)["cpu1"] - before["cpu1"] >= REQUESTS // 8
