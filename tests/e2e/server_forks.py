@@ -3,8 +3,8 @@
 Most of the processor time of a server's start is imports, and tests start servers by the dozen.
 Such a server is a process of its own, a child of the test's. Its first fork server of workers is a
 fork, too, and so are its text processes; all else, later fork servers included, it starts as ever.
-Faults are injected before it begins. (Tests of starts, of command lines, of limits and of
-environments execute `c2cserve serve`.)
+Faults are injected before it begins. (Tests of starts, of command lines and of environments execute
+`c2cserve serve`.)
 """
 
 import atexit
@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -83,8 +84,9 @@ class ServerForks:
         others = {name for name, _ in os.environ.items() ^ self._environment.items()}
         return not keys and others <= _OWN
 
-    def start(self, args: Sequence[str], log: Path) -> ForkedServer:
-        """Start `c2cserve serve` with these arguments. Its output goes to `log`. Raises OSError."""
+    def start(self, args: Sequence[str], log: Path, files: int | None) -> ForkedServer:
+        """Start `c2cserve serve` with these arguments. Its output goes to `log`. `files`: the most
+        descriptors that it may have, as `ulimit -n` sets it. Raises OSError."""
         told, its = socket.socketpair()
         with told, its:
             self._server.ask(its)
@@ -92,7 +94,7 @@ class ServerForks:
                 select.select([self._server], [], [])
             said = {
                 "args": args, "log": str(log), "directory": str(Path.cwd()),
-                "environment": dict(os.environ),
+                "environment": dict(os.environ), "files": files,
             }  # fmt: skip
             told.sendall(json.dumps(said).encode())
         return ForkedServer(child.pid)
@@ -143,6 +145,8 @@ def _serve(end: int) -> None:
     os.close(log)
     os.chdir(said["directory"])
     _set_environment(said["environment"])
+    if said["files"] is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (said["files"], said["files"]))
     if _FAULTS in os.environ:  # as an interpreter does when it starts
         sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
         sys.modules.pop("sitecustomize", None)
