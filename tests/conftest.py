@@ -17,9 +17,9 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from compiled_once import compile_once
 from example_counts import examples
 from hypothesis import HealthCheck, settings
-from rewritten_once import rewrite_once
 
 _TESTS = Path(__file__).parent
 sys.path += [str(_TESTS), str(_TESTS.parent / "benchmarks"), str(_TESTS / "e2e")]
@@ -47,7 +47,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_configure(config: pytest.Config) -> None:
     several = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
     if several and not sys.dont_write_bytecode:
-        rewrite_once(config)
+        compile_once(config)
 
 
 @pytest.hookimpl(wrapper=True)
