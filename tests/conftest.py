@@ -17,6 +17,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from compiled_once import compile_once
 from example_counts import examples
 from hypothesis import HealthCheck, settings
 
@@ -41,6 +42,12 @@ os.environ["SSL_CERT_DIR"] = str(_TESTS)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    several = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
+    if several and not sys.dont_write_bytecode:
+        compile_once(config)
 
 
 @pytest.hookimpl(wrapper=True)

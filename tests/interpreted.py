@@ -1,9 +1,11 @@
 """Where Triton's kernels are tested: on a GPU, or interpreted without one (`conftest`), for which
 two things that Triton 3.6's interpreter can not do are made good here, and most of its time is
-saved: it searches the whole language for what it replaces, again in each call of a function."""
+saved: it searches the whole language for what it replaces, again in each call of a function. Of
+each tensor it makes the type of its shape, which nobody asks for, and a table of all types."""
 
 import inspect
 import os
+import sys
 from functools import cache
 from typing import Any
 
@@ -17,6 +19,9 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
 _patch: Any = interpreter._patch_lang_tensor
 _patch_all: Any = interpreter._patch_lang
 _dot: Any = interpreter.InterpreterBuilder.create_dot
+_tuple_init: Any = tl.core.tuple.__init__
+_tuple_getattr: Any = tl.core.tuple.__getattr__
+_ADDRESS = np.dtype(np.uint64)
 _replaced: set[int] = set()
 """Modules in which the language is replaced while a kernel runs."""
 
@@ -28,10 +33,16 @@ def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+@cache
+def _languages_of(module: str) -> frozenset[int]:
+    """The modules of the language that a module has imported."""
+    values = vars(sys.modules[module]).values()
+    return frozenset(id(one) for one in values if one is tl or one is tl.core)
+
+
 def _patch_lang(function: Any) -> Any:
     """Once in a kernel, for all functions that it calls, and not once for each call."""
-    values = function.__globals__.values()
-    modules = {id(one) for one in values if inspect.ismodule(one) and one in (tl, tl.core)}
+    modules = _languages_of(function.__module__)
     if modules and modules <= _replaced:
         return None  # the scope of a call, which nobody restores
     scope, outermost = _patch_all(function), not _replaced
@@ -72,6 +83,32 @@ def _widened(handle: Any) -> Any:
     return interpreter.TensorHandle(wide, tl.float32)
 
 
+def _init_tuple(self: Any, args: Any, type: Any = None) -> None:
+    """Its type is made when it is asked for."""
+    if type is None:
+        self.values = list(args)
+    else:
+        _tuple_init(self, args, type)
+
+
+def _tuple_attribute(self: Any, name: str) -> Any:
+    if name != "type":
+        return _tuple_getattr(self, name)
+    self.type = tl.core._type_for_tuple_values(self.values)
+    return self.type
+
+
+_scalar_np_dtype = cache(interpreter._get_np_dtype)
+
+
+def _get_np_dtype(kind: Any) -> Any:
+    scalar = kind.scalar
+    return _ADDRESS if isinstance(scalar, tl.pointer_type) else _scalar_np_dtype(scalar)
+
+
+tl.core.tuple.__init__ = _init_tuple
+tl.core.tuple.__getattr__ = _tuple_attribute
+interpreter._get_np_dtype = _get_np_dtype
 interpreter._patch_lang = _patch_lang
 interpreter._patch_builtin = _patch_builtin
 interpreter._patch_lang_tensor = _patch_lang_tensor

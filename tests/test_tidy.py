@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,16 @@ POLICY_LINES_MAX = 8730
 BASELINES_LINES_MAX = 1570
 
 FILES = sorted(SRC.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in FILES})
+
+
+@lru_cache(maxsize=1)
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -75,8 +82,16 @@ def role_of(path: Path) -> str:
     return relative.parts[0] if len(relative.parts) > 1 else ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_import_rule(path: Path) -> None:
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_strings_and_sizes(folder: Path) -> None:
+    """By folder: hundreds of tests, one of each file, would cost more than what they check."""
+    for path in sorted(folder.glob("*.py")):
+        check_imports(path)
+        check_strings(path)
+        check_sizes(path)
+
+
+def check_imports(path: Path) -> None:
     role = role_of(path)
     if role in {"", "cli"}:
         return
@@ -91,11 +106,11 @@ def test_import_rule(path: Path) -> None:
             assert parts[0] not in IMPURE_MODULES, f"{path}:{line}: {role} is pure, not {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_modules_named_in_strings(path: Path) -> None:
-    """They are there, and importing them would be allowed: a process is started with them."""
+def check_strings(path: Path) -> None:
+    """Modules that are named in them are there, and importing them would be allowed: a process is
+    started with them."""
     role = role_of(path)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
             continue
         for name in re.findall(r"(?<![\w./])c2cserve(?:\.[a-z_]\w*)+", node.value):
@@ -118,12 +133,10 @@ def test_nothing_heavy_is_imported_by_the_package_or_the_server() -> None:
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_sizes(path: Path) -> None:
-    text = path.read_text()
-    lines = text.count("\n")
+def check_sizes(path: Path) -> None:
+    lines = path.read_text().count("\n")
     assert lines <= FILE_LINES_MAX, f"{path} has {lines} lines: split it by idea"
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= FUNCTION_LINES_MAX, (

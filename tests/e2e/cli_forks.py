@@ -1,7 +1,8 @@
 """The command line in forks of one process that has imported it: a command costs no imports.
 
-Each command still has a process of its own, with its exit status, output and environment. (Tests of
-imports and of the interpreter's own options start interpreters: tests/cpu/cli/test_main.py.)
+Each command still has a process of its own, with its exit status, output and environment. A `serve`
+that ends with an error starts no children before. (Tests of imports and of the interpreter's own
+options start interpreters: tests/cpu/cli/test_main.py.)
 """
 
 import atexit
@@ -27,7 +28,7 @@ def command(asked):
     os.chdir(asked["directory"])
     sys.argv = ["c2cserve", *asked["args"]]
     try:
-        main.app()
+        main.app(asked["args"])
     except SystemExit as end:
         return end.code
     except BaseException:

@@ -2,8 +2,9 @@
 
 Most of the processor time of a server's start is imports, and tests start servers by the dozen.
 Such a server is a process of its own, a child of the test's. Its first fork server of workers is a
-fork, too; all else, later fork servers included, it starts as ever. Faults are injected before it
-begins. (Tests of starts, of command lines, of limits and of environments execute `c2cserve serve`.)
+fork, too, and so are its text processes; all else, later fork servers included, it starts as ever.
+Faults are injected before it begins. (Tests of starts, of command lines and of environments execute
+`c2cserve serve`.)
 """
 
 import atexit
@@ -11,13 +12,18 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+from text_forks import TextForks, serve_forks
 
 from c2cserve.cli import main
 from c2cserve.runtime.environment import child_environment
@@ -31,7 +37,7 @@ _IMPORTED = (
     "c2cserve.serving.worker.engine_host",
 )
 _FAULTS = "C2CSERVE_TEST_FAULTS"
-_OWN = frozenset({_FAULTS, "PYTHONPATH", "PYTEST_CURRENT_TEST"})
+_OWN = frozenset({_FAULTS, "PYTHONPATH", "PYTEST_CURRENT_TEST", "C2CSERVE_API_KEYS"})
 """Variables that a test may set for a server that is forked."""
 
 
@@ -78,8 +84,9 @@ class ServerForks:
         others = {name for name, _ in os.environ.items() ^ self._environment.items()}
         return not keys and others <= _OWN
 
-    def start(self, args: Sequence[str], log: Path) -> ForkedServer:
-        """Start `c2cserve serve` with these arguments. Its output goes to `log`. Raises OSError."""
+    def start(self, args: Sequence[str], log: Path, files: int | None) -> ForkedServer:
+        """Start `c2cserve serve` with these arguments. Its output goes to `log`. `files`: the most
+        descriptors that it may have, as `ulimit -n` sets it. Raises OSError."""
         told, its = socket.socketpair()
         with told, its:
             self._server.ask(its)
@@ -87,7 +94,7 @@ class ServerForks:
                 select.select([self._server], [], [])
             said = {
                 "args": args, "log": str(log), "directory": str(Path.cwd()),
-                "environment": dict(os.environ),
+                "environment": dict(os.environ), "files": files,
             }  # fmt: skip
             told.sendall(json.dumps(said).encode())
         return ForkedServer(child.pid)
@@ -110,8 +117,16 @@ class _ForkedForkServer(ForkServer):
         os.dup2(its.fileno(), 0)
         its.close()
         _set_environment(environment)
-        worker()
+        self._run()
         raise AssertionError("the fork server has returned")
+
+    def _run(self) -> None:
+        worker()
+
+
+class _ForkedTextForks(_ForkedForkServer):
+    def _run(self) -> None:
+        serve_forks(socket.socket(fileno=os.dup(0)))
 
 
 def _set_environment(variables: Mapping[str, str]) -> None:
@@ -130,13 +145,33 @@ def _serve(end: int) -> None:
     os.close(log)
     os.chdir(said["directory"])
     _set_environment(said["environment"])
+    if said["files"] is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (said["files"], said["files"]))
     if _FAULTS in os.environ:  # as an interpreter does when it starts
         sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
     sys.argv = ["c2cserve", "serve", *said["args"]]
     FORK_SERVERS.add(_ForkedForkServer(FORK_SERVER, child_environment(**ONE_THREAD)))
-    main.app(sys.argv[1:])
+    texts = TextForks(_ForkedTextForks)
+    texts.start()
+    texts.replace()
+    status: object = 0
+    try:
+        main.app(sys.argv[1:])
+    except SystemExit as end:
+        status = end.code
+    _end(status if isinstance(status, int) else int(status is not None))
+
+
+def _end(status: int) -> NoReturn:
+    """End as an interpreter does, but leave its objects: freeing each one writes to pages that
+    forks share, which takes longer than a server's end."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _fork_servers() -> None:

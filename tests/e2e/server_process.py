@@ -112,8 +112,8 @@ class ServerProcess:
         limit: list[str] = []
         if self._files is not None:
             limit = ["bash", "-c", f'ulimit -n {self._files}; exec "$0" "$@"']
-        if not self._wrapper and not limit and _server_forks().can_start(self._args):
-            return _server_forks().start(self._args, self.log)
+        if not self._wrapper and _server_forks().can_start(self._args):
+            return _server_forks().start(self._args, self.log, self._files)
         with self.log.open("wb") as log:
             return subprocess.Popen(
                 [

@@ -5,6 +5,7 @@ The server is a real one; its workers' steps fail as files say (step_faults/).
 
 import asyncio
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -224,15 +225,26 @@ def test_a_slice_on_which_nothing_works_is_replaced(start: Start) -> None:
         pid = bench.server.worker_pids()[0]
         bench.fail("all")
         seen: set[int] = set()
-        deadline = time.monotonic() + 120
-        while not (restarts := bench.server.state()["slices"][0]["restarts"]):
-            assert time.monotonic() < deadline
-            statuses = {bench.ask(model)[0] for model in ("sorter-llama", "adder-qwen")}
-            if not bench.server.state()["slices"][0]["restarts"]:
-                seen |= statuses  # a process that has just begun may not have its faults yet
-            health = bench.server.get("/health")[0], bench.server.get("/ready")[0]
-            if health == (503, 503):
-                seen.add(0)
+        over = threading.Event()
+
+        def watch() -> None:  # all the time: a request takes longer than the slice is down
+            while not over.wait(0.01):
+                if bench.server.get("/health")[0] == bench.server.get("/ready")[0] == 503:
+                    seen.add(0)
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            deadline = time.monotonic() + 120
+            while not (restarts := bench.server.state()["slices"][0]["restarts"]):
+                assert time.monotonic() < deadline
+                statuses = {bench.ask(model)[0] for model in ("sorter-llama", "adder-qwen")}
+                if not bench.server.state()["slices"][0]["restarts"]:
+                    seen |= statuses  # a process that has just begun may not have its faults yet
+            wait_until(lambda: 0 in seen, 30, "it is seen while it is down")
+        finally:
+            over.set()
+            watching.join()
         assert {0, 500} <= seen <= {0, 500, 503}
         assert restarts >= 1
         bench.mend()

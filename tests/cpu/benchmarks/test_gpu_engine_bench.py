@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels are interp
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "PROMPT": 20, "LONG_PROMPT": 40, "CONTEXT": 18, "ROWS": (1, 3), "_SWITCH_MODELS": 3,
-        "_SWITCHES": 20, "_ALIGNMENT": 4096,
+        "_SWITCHES": 10, "_ALIGNMENT": 4096,
     }.items():  # fmt: skip
         monkeypatch.setattr(gpu_engine_parts, name, value)
     torch.set_num_threads(1)

@@ -1,5 +1,8 @@
 """The kernels for AMX, on a model of its instructions: the same source runs on any CPU."""
 
+import fcntl
+import os
+
 import pytest
 import torch
 from example_counts import few
@@ -17,9 +20,15 @@ REF = RefOps()
 
 @pytest.fixture(autouse=True, scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("tile-model")
+    """Once for all test processes: the compiler takes longer than all of these tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     name = build.library_name(TILE_MODEL)
-    build.build(folder, libraries={name: (build.SOURCES, build.tile_model_flags())})
+    with (folder / "tile-model.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / name).exists():
+            build.build(folder, libraries={name: (build.SOURCES, build.tile_model_flags())})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LIBRARY_FOLDER", folder)
         native.load_library(TILE_MODEL)

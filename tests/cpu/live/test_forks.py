@@ -20,7 +20,7 @@ from c2cserve.serving.controller.workers import Spawned, Spawner
 from c2cserve.serving.ipc import worker_forks
 from c2cserve.serving.prestart import prestart
 
-_SUBREAPER = 36
+_SUBREAPER, _IS_SUBREAPER = 36, 37
 _START = """
 import sys, types
 sys.modules["c2cserve.serving.worker.engine_host"] = engine = types.ModuleType("engine_host")
@@ -37,6 +37,8 @@ Start = Callable[..., Spawner]
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Makes a spawner whose fork servers run `more` first."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(_IS_SUBREAPER, ctypes.byref(before))
     with contextlib.ExitStack() as stack:
 
         def started(more: str = "", timeout_s: float = 60.0) -> Spawner:
@@ -45,7 +47,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             return stack.enter_context(contextlib.closing(Spawner(timeout_s)))
 
         yield started
-    ctypes.CDLL(None).prctl(_SUBREAPER, 0)
+    prctl(_SUBREAPER, before.value)  # other tests' forks are children of this process, too
 
 
 def take(spawner: Spawner) -> Spawned:

@@ -10,9 +10,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import small_tokenizers
 from fake_gateway import FakeGateway
 from served import Served, make_gateway
+from text_forks import TextForks
 from tokenizers import Tokenizer
 
 from c2cserve.server.settings import ServerSettings
+from c2cserve.server.text.start import TEXT_PROCESSES
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +25,21 @@ def byte_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def piece_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_tokenizers.sentencepiece_like(tmp_path_factory.mktemp("piece"))
+
+
+@pytest.fixture(scope="session")
+def _text_forks() -> Iterator[TextForks]:
+    forks = TextForks()
+    forks.start()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_texts(_text_forks: TextForks) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TEXT_PROCESSES, "_start", _text_forks.text)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ class Served:
         self.port = int(self._server.servers[0].sockets[0].getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         json = {"content-type": "application/json"}
-        self.http = httpx.Client(base_url=self.url, headers=json)
+        self.http = httpx.Client(base_url=self.url, headers=json, timeout=60)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
         return self
 

@@ -22,7 +22,7 @@ from c2cserve.sim.world.hardware import SliceSettings, build
 from c2cserve.sim.world.shapes import catalogue
 
 SPECIALISTS = Path(__file__).parents[3] / "examples" / "specialists" / "catalog.toml"
-STEADY = "synthetic:rate=16,duration=16,sources=16,zipf=0,prompt=300,output=40"
+STEADY = "synthetic:rate=16,duration=8,sources=16,zipf=0,prompt=300,output=40"
 
 
 def planner(

@@ -17,7 +17,7 @@ from c2cserve.sim.world.shapes import catalogue, interleaved
 from c2cserve.sim.world.simulation import Simulation
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(few(50, 30)))
 def test_random_worlds_keep_their_invariants(seed: int) -> None:
     simulation = world(seed)
     simulation.run()
@@ -115,7 +115,7 @@ def simulated(policy: str, output: int, hardware: str = "h200-x1") -> Simulation
 def test_no_policy_is_told_how_long_an_answer_is(policy: str) -> None:
     limits = [
         {t.request.max_new_tokens for t in simulated(policy, output).requests.ended}
-        for output in (3, 400)
+        for output in (3, few(400, 100))
     ]
     assert limits[0] == limits[1]
     assert len(limits[0]) == 1
@@ -123,7 +123,7 @@ def test_no_policy_is_told_how_long_an_answer_is(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", sorted(name for name, one in PRESETS.items() if not one.streams))
 def test_systems_that_load_weights_never_stream(policy: str) -> None:
-    for seed in range(few(20, 7)):
+    for seed in range(few(20, 3)):
         simulation = world(seed, policy)
         simulation.run()
         use = report(simulation).nodes.values()

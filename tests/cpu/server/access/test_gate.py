@@ -491,7 +491,7 @@ def test_reloads_beside_each_other_and_requests(world: World) -> None:
     key, answers = world.keys.texts["first"], list[int]()
 
     def ask() -> None:
-        with httpx.Client(base_url=world.served.url) as http:
+        with httpx.Client(base_url=world.served.url, timeout=60) as http:
             for _ in range(10):
                 answer = http.post(
                     "/v1/completions", json=COMPLETION, headers={"authorization": f"Bearer {key}"}
