@@ -1,4 +1,4 @@
-"""Operands that lie where they say, on a GPU that is not there, and a context that notes launches."""
+"""Operands at given addresses, on a GPU that is not there, and a context that notes launches."""
 
 import ctypes
 from dataclasses import dataclass, field

@@ -3,13 +3,17 @@
 The packing has changed since, and the kernels read what they read before.
 """
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gemm_operands import Context, Operand, described
 
+from c2cserve.kernels.gpu import gemm
+from c2cserve.kernels.gpu.gemm import parameters
 from c2cserve.kernels.gpu.gemm.launchers import direct, hybrid, staged
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
@@ -108,3 +112,24 @@ def test_kernels_get_the_bytes_they_were_measured_with(
         expected = bytes(128) if made_of is None else described(*made_of)
         assert data[128 * number : 128 * (number + 1)] == expected
     assert data[128 * len(maps) :] == bytes.fromhex(rest).ljust(size - 128 * len(maps), b"\0")
+
+
+CUDA = Path(gemm.__file__).parents[1] / "cuda"
+
+
+@pytest.mark.parametrize("name", ["direct", "split", "grouped", "ring", "hybrid"])
+def test_fields_are_in_the_order_of_the_struct(name: str) -> None:
+    struct = re.search(r"struct \w+Params \{(.*?)\};", (CUDA / f"{name}.cu").read_text(), re.DOTALL)
+    assert struct is not None
+    declared: dict[str, str] = {}
+    for line in re.sub(r"//.*", "", struct[1]).split(";")[:-1]:
+        declaration = re.fullmatch(r"\s*(?:const )?(?P<kind>\w+)(?P<names>[\s*\w,]+)", line)
+        assert declaration is not None
+        for one in declaration["names"].split(","):
+            declared[one.strip(" *")] = "pointer" if "*" in one else declaration["kind"]
+    kinds = {
+        "CUtensorMap": parameters.MAP, "Output": parameters.OUTPUT, "Feed": parameters.FEED,
+        "pointer": parameters.POINTER, "int": parameters.NUMBER,
+    }  # fmt: skip
+    layout: parameters.Layout = getattr(parameters, name.upper())
+    assert list(layout.fields.items()) == [(one, kinds[kind]) for one, kind in declared.items()]
