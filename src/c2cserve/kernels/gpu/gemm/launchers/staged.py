@@ -6,11 +6,10 @@ from torch import Tensor
 from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.driver import stack_map, tensor_map
-from c2cserve.kernels.gpu.gemm.dataflows.ring import ring_copiers
 from c2cserve.kernels.gpu.gemm.launchers.direct import storing
 from c2cserve.kernels.gpu.gemm.operands import check, check_boxes
 from c2cserve.kernels.gpu.gemm.parameters import RING, output
-from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, panels
+from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, panels, ring_copiers
 from c2cserve.kernels.gpu.gemm.weight import (
     ITEM_BYTES,
     TORCH_DTYPES,
