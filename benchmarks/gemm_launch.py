@@ -75,7 +75,7 @@ class OnGpu(Tensor):
 
 
 class Kernels:
-    """In place of compiled kernels."""
+    """Stands in for compiled kernels."""
 
     def kernel(self, variant: Any) -> int:
         return 0
