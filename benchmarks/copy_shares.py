@@ -170,7 +170,9 @@ class Copies:
     def _copy(self, size: int, stream: torch.cuda.Stream) -> torch.cuda.Event:
         with torch.cuda.stream(stream):
             self._device[:size].copy_(self._host[:size], non_blocking=True)
-            return stream.record_event()
+        done = torch.cuda.Event()
+        done.record(stream)
+        return done
 
     def one_s(self, size: int) -> float:
         """Return how long a copy takes from its call to its end, as the host sees it."""
