@@ -15,8 +15,6 @@ import asyncio
 import json
 import random
 import shlex
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,8 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from catalogue_files import pick, write_catalogue
-from catalogue_server import Server
+from catalogue_server import Server, one_slice, serving_shapes
 from gpu_models import SHAPES, config_of, weight_bytes
 from report import report
 
@@ -34,10 +31,8 @@ from c2cserve.bench.loadgen_reply import Record
 
 _FIRST_GAPS = 16
 _ROUNDS = 4
-_READY_S = 150.0
 _LOWEST_ID = 10
 _ROOM_BYTES = 8 << 30
-_CPU_ARENA = 64 << 20
 _COUNTED = (
     "prefill_steps", "steps", "prefill_launch_seconds", "prefill_compute_seconds",
     "decode_launch_seconds", "decode_compute_seconds", "policy_seconds", "in_flight_seconds",
@@ -46,14 +41,8 @@ _COUNTED = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = _arguments(arguments)
-    with tempfile.TemporaryDirectory(dir=given.work or Path("/dev/shm")) as work:
-        made = pick(1, 1 << 60, 1, ((given.shape, 1),))
-        [entry] = made.entries
-        catalog = write_catalogue(Path(work) / "catalogue", made)
-        own = ["--pool-dir", work, "--pool-bytes", str(made.bytes + (128 << 20))]
-        with Server(catalog, Path(work) / "log", [*own, *_slice_of(given)]) as server:
-            server.wait_ready(_READY_S, _tell)
-            results = _Rounds(server, entry.id, given).all()
+    with serving_shapes([given.shape], _slice_of(given), given.work) as (server, names):
+        results = _Rounds(server, names[given.shape], given).all()
     report(
         results, given.out, shape=given.shape, pauses=given.pauses, requests=given.requests,
         prompt=given.prompt, output=given.output, serve=given.serve,
@@ -77,16 +66,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _slice_of(given: argparse.Namespace) -> list[str]:
-    if given.cpu:
-        own = ["--gpu-slices", "none", "--slices", "1", "--kv-bytes", str(_CPU_ARENA)]
-    else:
-        arena = weight_bytes(given.shape) + _ROOM_BYTES
-        own = ["--gpu-slices", "whole@0", "--gpu-kv-bytes", str(arena)]
-    return [*own, *shlex.split(given.serve)]
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    arena_bytes = weight_bytes(given.shape) + _ROOM_BYTES
+    return [*one_slice(arena_bytes, gpu=None if given.cpu else 0), *shlex.split(given.serve)]
 
 
 class _Rounds:

@@ -7,14 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from catalogue_files import pick, write_catalogue
 from host_memory import memory_bytes
 from process_memory import OwnMemory, family, kind_of, own_bytes
 
@@ -23,6 +26,8 @@ from c2cserve.engine.gpu.requirements import usable_gpus
 from c2cserve.processes.parent_death import end_with_parent
 
 _SHOWN = 6000
+_READY_S = 150.0
+_POOL_ROOM_BYTES = 128 << 20
 _POLL_S = 0.25
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+0-9.eE]+|NaN|[+-]Inf)$", re.MULTILINE)
 
@@ -34,6 +39,10 @@ class ServerFailed(RuntimeError):
 def exit_on_sigterm() -> None:
     """Have SIGTERM raise SystemExit in the main thread, so that `with` ends what it started."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _end_with_benchmark() -> None:
@@ -101,7 +110,7 @@ class Server:
             return None
 
     def wait_ready(
-        self, limit_s: float, tell: Callable[[str], None], *, all_loaded: bool = True
+        self, limit_s: float, tell: Callable[[str], None] = tell, *, all_loaded: bool = True
     ) -> None:
         """Every slice up and (`all_loaded`) every model in the pool. Raises `ServerFailed`, for a
         failed model at once."""
@@ -169,6 +178,40 @@ class Server:
             "available_bytes": facts["MemAvailable"],
             **{f"gpu{i}_bytes": used for i, used in enumerate(gpu_used_bytes())},
         }  # fmt: skip
+
+
+@contextmanager
+def serving(
+    catalog: Path, weight_bytes: int, folder: Path, arguments: Sequence[str], *,
+    tell: Callable[[str], None] = tell, ready_s: float = _READY_S,
+) -> Generator[Server]:  # fmt: skip
+    """Serve a catalogue whose weights are all in the pool. Yield the server once it is ready. The
+    pool and the log are in `folder`. Raises `ServerFailed`."""
+    pool = ["--pool-dir", str(folder), "--pool-bytes", str(weight_bytes + _POOL_ROOM_BYTES)]
+    with Server(catalog, folder / "log", [*pool, *arguments]) as server:
+        server.wait_ready(ready_s, tell)
+        yield server
+
+
+@contextmanager
+def serving_shapes(
+    shapes: Sequence[str], arguments: Sequence[str], work: Path | None
+) -> Generator[tuple[Server, dict[str, str]]]:
+    """Serve a model of each shape, with random weights in a folder below `work` (/dev/shm). Yield
+    the server and the models' names by shape. Raises `ServerFailed`."""
+    with tempfile.TemporaryDirectory(dir=work or Path("/dev/shm")) as folder:
+        made = pick(len(shapes), 1 << 60, 1, tuple((shape, 1) for shape in shapes))
+        catalog = write_catalogue(Path(folder) / "catalogue", made)
+        with serving(catalog, made.bytes, Path(folder), arguments) as server:
+            yield server, {entry.shape: entry.id for entry in made.entries}
+
+
+def one_slice(arena_bytes: int, *, gpu: int | None = 0, cpu_kv_bytes: int = 64 << 20) -> list[str]:
+    """Return arguments of `c2cserve serve` for one slice: a whole GPU with such an arena for kept
+    weights and KV, or without `gpu` a CPU slice."""
+    if gpu is None:
+        return ["--gpu-slices", "none", "--slices", "1", "--kv-bytes", str(cpu_kv_bytes)]
+    return ["--gpu-slices", f"whole@{gpu}", "--gpu-kv-bytes", str(arena_bytes)]
 
 
 def sum_samples(text: str) -> dict[str, float]:

@@ -19,7 +19,6 @@ import asyncio
 import json
 import random
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -93,7 +92,7 @@ def _served(given: argparse.Namespace) -> Iterator[tuple[Server, str]]:
             "--pool-dir", work, "--pool-bytes", str(2 * made.bytes), *shlex.split(given.serve)
         ]  # fmt: skip
         with Server(catalog, Path(work) / "log", arguments) as server:
-            server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
+            server.wait_ready(_READY_S)
             yield server, made.entries[0].id
 
 

@@ -18,7 +18,6 @@ Where rates differ and neither does, the memory or the clock rate differs.
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -92,7 +91,7 @@ def round_of(
         *arguments_of(layout),
     ]  # fmt: skip
     with Server(catalog, work / "log", arguments) as server:
-        server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
+        server.wait_ready(_READY_S)
         pids = [int(one["pid"]) for one in server.state()["slices"]]
         rows: list[dict[str, float | int | str]] = []
         for users in given.users:

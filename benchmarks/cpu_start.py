@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from report import report
 
@@ -36,7 +37,7 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def ask(url: str, body: dict[str, object] | None = None) -> dict[str, object]:
+def ask(url: str, body: dict[str, object] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
@@ -70,7 +71,7 @@ def first_token_s(source: Path, catalog: Path) -> tuple[float, float, float]:
         model = None
         while model is None:
             with contextlib.suppress(urllib.error.URLError):
-                model = ask(f"{url}/models")["data"][0]["id"]  # type: ignore[index]
+                model = ask(f"{url}/models")["data"][0]["id"]
             if server.poll() is not None or time.monotonic() - began > LIMIT_S:
                 sys.exit(f"the server of {source} does not answer")
             time.sleep(POLL_S)

@@ -118,7 +118,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with Server(given.catalog, log, shlex.split(given.serve)) as server:
-            server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
+            server.wait_ready(_READY_S)
             _second(Caller(server.url, _KEYS[1], given.model), 8)
             rounds = [_round(server.url, given.model, given) for _ in range(given.rounds)]
     results = {

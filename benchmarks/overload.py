@@ -26,7 +26,6 @@ import json
 import os
 import random
 import shlex
-import sys
 import tempfile
 import time
 import tomllib
@@ -131,7 +130,7 @@ def _measure(given: argparse.Namespace, setting: str, results: Row) -> list[Row]
     with tempfile.TemporaryDirectory(dir=given.work) as work:
         arguments = ["--pool-dir", work, *shlex.split(given.serve), *shlex.split(setting)]
         with ExitStack() as stack, Server(given.catalog, Path(work) / "log", arguments) as server:
-            server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
+            server.wait_ready(_READY_S)
             stack.enter_context(_on_processors(given.cpus))
             bench = _Bench(given, server, ServerLog(Path(work) / "log"))
             bench.warm()

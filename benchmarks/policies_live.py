@@ -133,7 +133,7 @@ def _measure(given: argparse.Namespace, policy: str, seed: int) -> list[Row]:
         arguments = ["--pool-dir", work, "--policy", policy, *shlex.split(given.layout)]
         log = Path(work) / "log"
         with Server(given.catalog, log, [*arguments, *shlex.split(given.serve)]) as server:
-            server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
+            server.wait_ready(_READY_S)
             _offer(given, server, min(given.rates), 1000 + seed, given.warm)
             for rate in given.rates:
                 before = server.metrics()

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from catalogue_files import pick, write_catalogue
-from catalogue_server import Server, ServerFailed
+from catalogue_server import Server, ServerFailed, one_slice, serving
 from gpu_models import SHAPES, config_of, weight_bytes
 from report import report
 
@@ -49,6 +49,7 @@ _TTFT_BAR, _TBT_BAR = 1.5, 0.98
 """Rotation over first-come: first tokens in time, and requests in time for TBT. The second one is
 "not lower", but for the noise of a run."""
 HOST_KV_BYTES = 24 << 30
+_CPU_HOST_KV_BYTES = 64 << 20
 _READY_S, _IDLE_S = 90.0, 30.0
 _WARM = 4
 Rows = list[dict[str, Any]]
@@ -147,12 +148,11 @@ class _Order:
 
     def _run(self, gpu: int) -> None:
         given, model = self._given, self._made.entries[0].id
-        arguments = [
-            "--pool-dir", str(self._work), "--pool-bytes", str(self._made.bytes + (128 << 20)),
-            "--patience", "0", *self._slice_of(gpu), *shlex.split(given.serve),
-        ]  # fmt: skip
-        with Server(self._catalog, self._work / "log", arguments) as server:
-            server.wait_ready(_READY_S, self._tell)
+        arguments = ["--patience", "0", *self._slice_of(gpu), *shlex.split(given.serve)]
+        with serving(
+            self._catalog, self._made.bytes, self._work, arguments, tell=self._tell,
+            ready_s=_READY_S,
+        ) as server:  # fmt: skip
             self._tell("is up")
             for rate in (0.0, *given.rates):  # the first ones do not count
                 asked = _requests(given, model, rate)
@@ -171,12 +171,12 @@ class _Order:
 
     def _slice_of(self, gpu: int) -> list[str]:
         given, room = self._given, round(self._given.kv_gb * 1e9)
-        host = ["--host-kv-bytes", str(HOST_KV_BYTES if self.name == "rotation" else 0)]
+        host_bytes = HOST_KV_BYTES if self.name == "rotation" else 0
         if given.cpu:
-            host[1] = str(min(int(host[1]), 64 << 20))
-            return ["--gpu-slices", "none", "--slices", "1", "--kv-bytes", str(room), *host]
-        arena = weight_bytes(given.shape) + room
-        return ["--gpu-slices", f"whole@{gpu}", "--gpu-kv-bytes", str(arena), *host]
+            host_bytes = min(host_bytes, _CPU_HOST_KV_BYTES)
+        arena_bytes = weight_bytes(given.shape) + room
+        own = one_slice(arena_bytes, gpu=None if given.cpu else gpu, cpu_kv_bytes=room)
+        return [*own, "--host-kv-bytes", str(host_bytes)]
 
     def _tell(self, line: str) -> None:
         print(f"{self.name}: {line}", flush=True)

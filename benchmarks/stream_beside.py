@@ -30,19 +30,15 @@ import asyncio
 import json
 import random
 import shlex
-import sys
-import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from catalogue_files import pick, write_catalogue
-from catalogue_server import Server
+from catalogue_server import Server, one_slice, serving_shapes, tell
 from gpu_models import SHAPES, config_of, weight_bytes
 from report import report
 
@@ -60,17 +56,16 @@ _REQUESTS = 8
 _WARM_TOKENS = 16
 """More than it takes to capture the far model's graphs."""
 _STREAMED = "c2cserve:slice_weights_streamed_bytes_total"
-_READY_S = 150.0
 _LOWEST_ID = 10
-_CPU_ARENA = 64 << 20
 
 Figures = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = _arguments(arguments)
-    with _served(given) as (server, near, far):
-        results = measure(server, near, far, given)
+    shapes = [given.near, given.far]
+    with serving_shapes(shapes, _slice_of(given), given.work) as (server, names):
+        results = measure(server, names[given.near], names[given.far], given)
         results["counters"] = {
             name: value for name, value in server.metrics().items() if "slice_" in name
         }
@@ -106,34 +101,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-@contextmanager
-def _served(given: argparse.Namespace) -> Generator[tuple[Server, str, str]]:
-    """Serve both models. Yield the server and their names, the near one's first."""
-    with tempfile.TemporaryDirectory(dir=given.work or Path("/dev/shm")) as work:
-        made = pick(2, 1 << 60, 1, ((given.near, 1), (given.far, 1)))
-        names = {entry.shape: entry.id for entry in made.entries}
-        catalog = write_catalogue(Path(work) / "catalogue", made)
-        arguments = ["--pool-dir", work, "--pool-bytes", str(made.bytes + (128 << 20))]
-        with Server(catalog, Path(work) / "log", [*arguments, *_slice_of(given)]) as server:
-            server.wait_ready(_READY_S, _tell)
-            yield server, names[given.near], names[given.far]
-
-
 def _slice_of(given: argparse.Namespace) -> list[str]:
-    if given.cpu:
-        own = ["--gpu-slices", "none", "--slices", "1", "--kv-bytes", str(_CPU_ARENA)]
-    else:
-        arena = weight_bytes(given.near) + round(given.room_gb * 1e9)
-        own = ["--gpu-slices", "whole@0", "--gpu-kv-bytes", str(arena)]
-        own += ["--gpu-lanes", str(given.lanes)]
-    return [*own, *shlex.split(given.serve)]
+    arena_bytes = weight_bytes(given.near) + round(given.room_gb * 1e9)
+    lanes = [] if given.cpu else ["--gpu-lanes", str(given.lanes)]
+    own = one_slice(arena_bytes, gpu=None if given.cpu else 0)
+    return [*own, *lanes, *shlex.split(given.serve)]
 
 
 # ---- phases -------------------------------------------------------------------------------------
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def measure(server: Server, near: str, far: str, given: argparse.Namespace) -> Figures:
@@ -142,10 +117,10 @@ def measure(server: Server, near: str, far: str, given: argparse.Namespace) -> F
     phases = _Phases(server, given, min(vocab, config_of(given.far).vocab))
     phases.near(near)  # whatever is loaded or captured at first use is in no phase
     phases.far(far, _WARM_TOKENS)
-    _tell("both models are warm")
+    tell("both models are warm")
     alone = phases.near(near)
     far_alone, far_bytes = phases.far(far, max(2, given.tokens // _FAR_ALONE))
-    _tell("each has answered alone")
+    tell("each has answered alone")
     phases.near(near)
     beside, far_beside, beside_bytes = phases.beside(near, far, given.tokens)
     window = far_beside.first_s, far_beside.last_s

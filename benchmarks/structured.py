@@ -20,7 +20,6 @@ import os
 import random
 import shlex
 import statistics
-import sys
 import tempfile
 import time
 import urllib.request
@@ -218,7 +217,7 @@ def _server(given: argparse.Namespace) -> Iterator[tuple[str, str]]:
             arguments += ["--gpu-slices", "none", "--slices", "1"]
             arguments += ["--threads", str(given.cpu_threads)]
         with Server(catalog, Path(work) / "log", arguments + shlex.split(given.serve)) as server:
-            server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
+            server.wait_ready(_READY_S)
             yield server.url, model
 
 

@@ -103,7 +103,7 @@ class HttpProtocol(SheddingProtocol):
 
     # ---- coming and going -----------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         if self.all.enter():
             self._enter("idle")

@@ -1,1 +1,3 @@
-"""World 1: the server's own loops in virtual time, against measured and published costs."""
+"""Simulations: the server's own loops in virtual time, against measured and published costs.
+
+No request of a server comes here. `simulate`, `plan`, `calibrate` and `doctor` use it."""

@@ -4,7 +4,6 @@ Tensors here only claim to be on a GPU (torch's fake tensors have shape, strides
 and no memory), so that the checks run without one.
 """
 
-import ctypes
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from c2cserve.kernels.gpu.gemm.operands import OutputParams, check, check_boxes, output, parameters
+from c2cserve.kernels.gpu.gemm.operands import check, check_boxes
+from c2cserve.kernels.gpu.gemm.parameters import MAP, NUMBER, OUTPUT, POINTER, Layout, output
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle, weight_of
 
 M, N, K = 6, 24, 16
@@ -158,28 +158,28 @@ def test_handles_of_tensors_are_refused_for_what_they_are() -> None:
 
 
 def test_parameters_are_laid_out_as_in_cpp() -> None:
-    """DirectParams of direct.cu: three tensor maps, an Output, three ints."""
-    maps = {name: bytes([number]) * 128 for number, name in enumerate(("x", "w", "slot"), 1)}
-    out = OutputParams(11, 12, 13, 14)
-    data = bytes(parameters(**maps, out=out, m=21, n=22, k=23))
-    assert data[:384] == b"\1" * 128 + b"\2" * 128 + b"\3" * 128
-    assert data[384:416] == bytes(out), "8-byte members at a multiple of 8"
-    assert ctypes.sizeof(OutputParams) == 32
+    """DirectParams of direct.cu without its Feed: three tensor maps, an Output, three ints."""
+    maps = [bytes([number]) * 128 for number in (1, 2, 3)]
+    layout = Layout(x=MAP, w=MAP, slot=MAP, out=OUTPUT, m=NUMBER, n=NUMBER, k=NUMBER)
+    data = bytes(layout.pack(*maps, 11, 12, 13, 14, 21, 22, 23))
+    assert data[:384] == b"".join(maps)
+    assert [int.from_bytes(data[at : at + 8], "little") for at in (384, 392, 400)] == [11, 12, 13]
+    assert [int.from_bytes(data[at : at + 4], "little") for at in (408, 412)] == [14, 0]
     assert [int.from_bytes(data[at : at + 4], "little") for at in (416, 420, 424)] == [21, 22, 23]
     assert len(data) >= -(-428 // 64) * 64, "the driver reads whole 64 bytes"
 
 
-def test_pointers_are_wide_and_aligned() -> None:
-    data = bytes(parameters(m=1, home_ptr=2**40 + 7, n=2))
+def test_pointers_and_structs_are_aligned() -> None:
+    data = bytes(Layout(m=NUMBER, home=POINTER, n=NUMBER).pack(1, 2**40 + 7, 2))
     assert int.from_bytes(data[8:16], "little") == 2**40 + 7
     assert int.from_bytes(data[16:20], "little") == 2
+    data = bytes(Layout(m=NUMBER, out=OUTPUT).pack(1, 11, 12, 13, 14))
+    assert [int.from_bytes(data[at : at + 8], "little") for at in (0, 8)] == [1, 11]
 
 
 def test_output_of_a_window(memory: Tensor) -> None:
     window = memory.view(16, 32)[2:6, 8:24]
     bias = memory[:16]
-    found = output(window, bias)
     base = memory.data_ptr()
-    assert (found.data, found.bias) == (base + 2 * (2 * 32 + 8), base)
-    assert (found.stride, found.columns) == (32, 16)
-    assert output(window, None).bias == 0
+    assert output(window, bias) == (base + 2 * (2 * 32 + 8), base, 32, 16)
+    assert output(window, None)[1] == 0

@@ -3,46 +3,21 @@
 Tensors are on the CPU, maps are texts, and a launch is recorded.
 """
 
-import ctypes
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from gemm_operands import Context, described
 from torch import Tensor
 
-from c2cserve.core.tensors import Home
-from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.gemm.launchers import direct as launchers
-from c2cserve.kernels.gpu.gemm.operands import FeedParams, output, parameters
+from c2cserve.kernels.gpu.gemm.parameters import SPLIT, output
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
 
 N, K = 256, 64
 TILES = Tiles(bx=16)
 W = WeightHandle(1 << 20, (N, K), "bfloat16", "host")
-
-
-class Repository:
-    def kernel(self, variant: Variant) -> str:
-        return variant.name
-
-
-@dataclass
-class Context:
-    repository: Repository = field(default_factory=Repository)
-    plans: dict[Any, Any] = field(default_factory=dict)
-    share_pointer: int = 512
-    launched: list[tuple[Any, int, bytes, bool, Home]] = field(default_factory=list)
-
-    def clusters(self, variant: Variant, home: Home = "hbm") -> int:
-        return 100
-
-    def run(
-        self, kernel: Any, ctas: int, given: ctypes.Array[ctypes.c_char], *, pdl: bool = False,
-        home: Home = "hbm",
-    ) -> None:  # fmt: skip
-        self.launched.append((kernel, ctas, bytes(given), pdl, home))
 
 
 @pytest.fixture
@@ -52,9 +27,6 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def check(x: Tensor, *_: object, **__: object) -> None:
         found.append(x)
-
-    def described(*what: object) -> bytes:
-        return repr(what).encode().ljust(128)[:128]
 
     monkeypatch.setattr(launchers, "check", check)
     for name in ("tensor_map", "stack_map", "pair_map"):
@@ -82,10 +54,10 @@ def test_equal_operands_are_checked_once_and_have_their_own_addresses(
     for (x, w, out), (kernel, ctas, found, pdl, home) in zip(given, context.launched, strict=True):
         assert (kernel, ctas, pdl, home) == ("split-bfloat16-x16", 2, True, "host")
         assert found == bytes(
-            parameters(
-                x=launchers.tensor_map(x.data_ptr(), 4, K, K, 16, "bfloat16"),
-                w=launchers.stack_map(w.pointer, 1, N, K, 128, "bfloat16"),
-                out=output(out, bias), feed=FeedParams(0, 512), m=4, n=N, k=K,
+            SPLIT.pack(
+                described(x.data_ptr(), 4, K, K, 16, "bfloat16"),
+                described(w.pointer, 1, N, K, 128, "bfloat16"),
+                *output(out, bias), 0, 512, 4, N, K,
             )
         )  # fmt: skip
 

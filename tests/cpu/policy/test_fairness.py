@@ -198,3 +198,17 @@ def test_events_of_requests_that_are_gone_do_not_matter() -> None:
     world.policy.apply(Arrived(request("s", "A", 6.0)))
     world.policy.decide(6.0)
     assert world.policy._shares.tenants == 1
+
+
+def test_a_model_is_shut_out_as_long_as_requests_wait_for_it() -> None:
+    queue = WaitingQueue()
+    queue.push(request("one", "A", 0.0))
+    model = request("one", "A").model
+    queue.shut_out(model, 80)
+    assert queue.owed_bytes("another") == 80
+    assert queue.owed_bytes(model) == 0, "a model leaves no room for itself"
+    assert [moved.id for moved in queue.age(1e6)] == ["one"]
+    assert queue.owed_bytes("another") == 80, "it is late, and waits on"
+    queue.remove("one")
+    queue.push(request("two", "A", 0.0))
+    assert queue.owed_bytes("another") == 0, "of this one nothing is known yet"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.policy.cluster.link_budget import link_demand
+from c2cserve.policy.cluster.link_and_memory import link_demand
 
 GB = 10**9
 SIZES = st.integers(0, 200 * GB)

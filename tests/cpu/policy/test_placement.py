@@ -17,10 +17,10 @@ from c2cserve.policy.cluster.link_and_memory import (
     LINK_AND_MEMORY,
     SWAP_TOKENS,
     LinkAndMemory,
+    link_demand,
     stream_step_s,
     turns_bytes,
 )
-from c2cserve.policy.cluster.link_budget import link_demand
 from c2cserve.policy.cluster.placement import in_time
 from c2cserve.policy.cluster.placement import place as place_within
 from c2cserve.policy.cluster.quantify import StepTable

@@ -36,7 +36,7 @@ from c2cserve.engine.rotation import HostKv
 from c2cserve.grammars.memory import MaskMemory
 from c2cserve.kernels.gpu.aot.flash_modules import FlashKind
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError, Repository
-from c2cserve.kernels.gpu.aot.warm import COMMON, Sizes, warm
+from c2cserve.kernels.gpu.aot.warm import COMMON, Sizes, touch_libraries, warm
 from c2cserve.kernels.gpu.attention.flash import Flash
 from c2cserve.kernels.gpu.attention.flash_library import FlashInfer
 from c2cserve.kernels.gpu.driver import CudaError
@@ -44,7 +44,6 @@ from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load_profile
 from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
-from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
 from c2cserve.kernels.gpu.gemm.hybrid_linear import HybridGemms
 from c2cserve.kernels.gpu.gemm.linear import Linear
 from c2cserve.kernels.gpu.gemm.long_rows import FirstUses
@@ -158,7 +157,7 @@ class GpuParts:
             if self.streaming is not None:
                 with self.streaming.current():
                     self.streaming.flashinfer.load(kind, sizes.heads, sizes.kv_heads)
-        _touch_libraries(sizes, self.device)
+        touch_libraries(sizes, self.device)
         self.first_uses.add(shapes_of(config, sizes.dtype))
 
     def fatal(self, fault: Exception) -> bool:
@@ -385,16 +384,5 @@ def _warm_common(parts: GpuParts) -> None:
         warm(sizes, parts.device)
     if parts.streaming is not None:
         with parts.streaming.current():  # now: later it would wait for a stream's steps
-            _touch_libraries(COMMON[0], parts.device)
+            touch_libraries(COMMON[0], parts.device)
     parts.finish()
-
-
-def _touch_libraries(sizes: Sizes, device: torch.device) -> None:
-    """Use cuBLAS and torch's own kernels once: they load on first use."""
-    x = torch.zeros((2, 16), dtype=torch.bfloat16, device=device)
-    x = torch.addmm(x[0], x, torch.zeros((16, 16), dtype=x.dtype, device=device))
-    x += torch.mm(x, torch.zeros((16, 16), dtype=x.dtype, device=device))
-    if sizes.top_k:
-        routing = by_expert(*choose(x, min(2, sizes.top_k), renormalize=True), 16)
-        x.index_select(0, routing.tokens)
-    x[torch.tensor([1], device=device)].float().cpu()

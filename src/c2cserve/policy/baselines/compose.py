@@ -8,7 +8,7 @@ from typing import Never
 
 from c2cserve.core.actions import BaselineClusterAction, BaselineSliceAction
 from c2cserve.core.machine import Slice
-from c2cserve.policy.baselines.aegaeon.memory import aegaeon_memory
+from c2cserve.policy.baselines.aegaeon.memory import TurnSwapping
 from c2cserve.policy.baselines.c2cserve.alpha import AlphaBank
 from c2cserve.policy.baselines.c2cserve.chunk_budgets import (
     ProfiledChunks,
@@ -80,7 +80,7 @@ def slice_strategies(slice_: Slice, preset: Preset) -> slices.SliceStrategies[Ne
 
 def _memory_of(arena: KvArena, slice_: Slice, preset: Preset) -> WeightMemory:
     if preset.turn == "quota":
-        return aegaeon_memory(arena, slice_, streams=preset.streams)
+        return TurnSwapping(arena, slice_)
     if not slice_.swaps_weights:
         return WeightMemory(arena)
     return slices.swapping_of(arena, slice_, rotates=preset.keeps)

@@ -153,17 +153,18 @@ class Instances(Generic[ExtraT]):
         else:
             delayed.append(dispatch)
 
-    def undispatch(self, request_id: str) -> None:
-        """Take the request from its slice, if it has one, or do not send it there if that was still
-        to come. The caller says that it `left`."""
+    def undispatch(self, request_id: str) -> bool:
+        """Take the request from its slice, or do not send it there if that was still to come.
+        Return whether it has one. The caller says that it `left`."""
         if request_id not in self.where:
-            return
+            return False
         model, slice_id = self.where[request_id]
         delayed = self.slices[slice_id].active[model].delayed
         if delayed is None:
             self._actions.append(act.Withdraw(request_id, slice_id))
         else:
             delayed.remove(act.Dispatch(request_id, slice_id))
+        return True
 
     # ---- instances ------------------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ requests there:
 The slice's own share of its link has to carry streams, and models that take turns for long: its
 neighbours may need their links then. The first load of a model may use theirs, too.
 
+`S_m` is what one decode step reads over the link, and S_m / TPOT_m is what keeps the model's pace
+(`link_demand`; C2CServe sections 6.1 and 6.2).
+
 A model that runs on another slice does not begin to swap here. Two instances of it would read its
 weights twice in each round, with half of the batch each. And both would take time and memory from
 models that run nowhere else. So its request waits for room where it runs, or for enough memory.
@@ -21,7 +24,6 @@ models that run nowhere else. So its request waits for room where it runs, or fo
 from math import ceil, isinf
 
 from c2cserve.core.model import ModelSpec
-from c2cserve.policy.cluster.link_budget import link_demand
 from c2cserve.policy.cluster.placement import ROOMY, Ask, Budgets
 from c2cserve.policy.cluster.slice_load import Instance, SliceLoad
 from c2cserve.policy.slice.rotation import AHEAD_SHARE
@@ -32,6 +34,19 @@ SWAP_TOKENS = 24
 Fewer tokens mean more loading. More tokens mean less time for which a model can be absent. The
 number was chosen in simulation.
 """
+
+
+def link_demand(step_bytes: int, tpot_s: float, resident: float = 0.0) -> int:
+    """Return the bytes per second that a model needs of the link, for one decode step per `tpot_s`.
+
+        BW_m = (1 - resident) * S_m / TPOT_m    (section 6.2, first formula)
+
+    `step_bytes`: weights read by a step, of a mixture of experts what its batch chooses.
+    `resident`: the share of them in HBM, 0 to 1, which is ours: the paper has 0. Rates are whole
+    numbers, so that books which are added to and taken from for days stay exact."""
+    if tpot_s <= 0.0 or not 0.0 <= resident <= 1.0:
+        raise ValueError(f"no pace of {tpot_s} s with {resident} of the weights resident")
+    return ceil((1.0 - resident) * step_bytes / tpot_s)
 
 
 class LinkAndMemory(Budgets):

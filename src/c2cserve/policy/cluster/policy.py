@@ -1,6 +1,6 @@
 """The slow loop: admit, load, place, switch, keep; and after a fault, place again."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Generic
 
@@ -10,6 +10,7 @@ from c2cserve.core.model import name_of
 from c2cserve.core.request import Request
 from c2cserve.policy.cluster import pool_residency
 from c2cserve.policy.cluster.admission import Admission, AdmissionSettings
+from c2cserve.policy.cluster.departures import Changes, Departures
 from c2cserve.policy.cluster.failing import Failing
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.cluster.instances import Instances
@@ -47,15 +48,16 @@ class ClusterPolicy(Generic[ExtraT]):
             Suspects(settings.no_slice_grace_s), self._models, self._slices, self._queue,
             self._failing, self._send_to, on=strategies.placing.ours,
         )  # fmt: skip
+        self._changes = Changes()
+        self._departures = Departures(
+            self._models, queue, shares, self._instances, self._admission, self._relocation,
+            self._changes, self._actions,
+        )  # fmt: skip
         self._arrived: list[Request] = []
         self._failed, self._removing = list[str](), list[str]()
         self._broken: set[str] = set()
         """Models whose last load failed."""
         self._draining = False
-        self._pool_changed = self._room_changed = True
-        """Whether a load, a dispatch may be possible now that was not before."""
-        self._relieved: dict[str, None] = {}
-        """Slices that requests have left, in that order: only they have more room."""
 
     @property
     def done(self) -> bool:
@@ -64,7 +66,7 @@ class ClusterPolicy(Generic[ExtraT]):
 
     @property
     def wakeup(self) -> float | None:
-        idle_s = 0.0 if self._pool_changed else self._instances.wakeup
+        idle_s = 0.0 if self._changes.pool else self._instances.wakeup
         return earlier(earlier(idle_s, self._relocation.wakeup), self._admission.wakeup)
 
     # ---- events ---------------------------------------------------------------------------------
@@ -74,17 +76,17 @@ class ClusterPolicy(Generic[ExtraT]):
             case ev.Arrived(request):
                 self._arrived.append(request)
             case ev.Cancelled(request_id):
-                self._cancelled(request_id)
+                if not self._departures.cancelled(request_id):
+                    self._arrived = [r for r in self._arrived if r.id != request_id]
             case ev.FirstToken(request_id, after_s) | ev.Progressed(request_id, after_s):
                 self._admission.first_token(request_id, after_s)
                 self._instances.first_token(request_id, after_s)
                 self._relocation.tokens(event)
             case ev.Finished():
-                self._admission.finished(event.request_id, event.output_len)
                 self._finished(event)
             case ev.SliceUp(slice_):
                 self._instances.slice_up(slice_)
-                self._room_changed = True
+                self._changes.room = True
             case ev.SliceLost(slice_id, displaced):
                 self._slice_lost(slice_id, displaced)
             case ev.Draining():
@@ -93,23 +95,23 @@ class ClusterPolicy(Generic[ExtraT]):
                 self._instances.apply(event)
             case ev.Profiled() | ev.InstanceReady() | ev.KvResized():
                 self._instances.apply(event)
-                self._room_changed = True
+                self._changes.room = True
             case ev.Recalled(request) | ev.Returned(request):
                 self._relocation.returned(event)
-                if self._left(request.id) is not None:
+                if self._departures.left(request.id) is not None:
                     self._wait(request, displaced=True)
-                    self._room_changed = True
+                    self._changes.room = True
             case ev.InstanceFailed(slice_id, _, reason):
                 if slice_id in self._slices and self._failing.failed(event):
                     self._relocation.excuse(slice_id)
                     self._actions.append(act.Replace(slice_id, reason))
             case ev.InstanceRecovered(slice_id, name):
-                self._room_changed |= self._failing.works(name, slice_id)
+                self._changes.room |= self._failing.works(name, slice_id)
             case _:
                 self._apply_model(event)
 
     def _apply_model(self, event: ev.ClusterEvent) -> None:
-        self._pool_changed = self._room_changed = True
+        self._changes.pool = self._changes.room = True
         match event:
             case ev.PoolState(budget_bytes):
                 self._budget_bytes = budget_bytes
@@ -135,61 +137,41 @@ class ClusterPolicy(Generic[ExtraT]):
         self._shares.entered(request, begun=displaced)
         self._queue.push(request, displaced=displaced)
 
-    def _cancelled(self, request_id: str) -> None:
-        self._instances.undispatch(request_id)
-        if self._leave_queue(request_id):
-            self._pool_changed = True
-        elif self._left(request_id) is None:
-            self._arrived = [r for r in self._arrived if r.id != request_id]
-
     def _finished(self, event: ev.Finished) -> None:
         if not event.failed and event.request_id in self._where:
-            self._room_changed |= self._failing.works(*self._where[event.request_id])
-        self._relocation.ended(event.request_id)
-        if (model := self._left(event.request_id)) is not None:
+            self._changes.room |= self._failing.works(*self._where[event.request_id])
+        if (model := self._departures.finished(event)) is not None:
             self._outputs.learn(model, event.output_len)
-        self._shares.ended(event.request_id, event.output_len)
-
-    def _left(self, request_id: str) -> str | None:
-        """Note that a request is on no slice, nor on its way from one. Return its model."""
-        if request_id in self._where:
-            self._relieved[self._where[request_id][1]] = None
-        self._admission.left(request_id)
-        name = self._instances.left(request_id)
-        if name is not None:
-            self._models[name].running -= 1
-            self._pool_changed |= not self._models[name].running
-        return name
 
     def _slice_lost(self, slice_id: str, displaced: Sequence[Request]) -> None:
         self._failing.slice_lost(slice_id)
         displaced, refused = self._relocation.slice_lost(slice_id, displaced)
         for request, why in refused:
-            self._reject(request, 500, why, 1.0)
+            self._departures.reject(request, 500, why, 1.0)
         for name in self._instances.slice_lost(slice_id, displaced):
             self._models[name].running -= 1
         for request in displaced:
             self._wait(request, displaced=True)
-        self._room_changed = self._pool_changed = True
+        self._changes.pool = self._changes.room = True
 
     # ---- decisions ------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Sequence[act.ClusterAction | ExtraT]:
-        self._room_changed |= self._instances.refresh(now)
+        self._changes.room |= self._instances.refresh(now)
         self._admission.begin(now)
         arrived, self._arrived = self._arrived, []
         for request in arrived:
             self._admit(request)
-        self._refuse(self._admission.overdue(now))
+        self._departures.refuse(self._admission.overdue(now))
         self._back_off(now)
         if self._failed or self._broken:
             self._fail(now)
-        if self._pool_changed or now >= self._admission.recheck_s:
+        if self._changes.pool or now >= self._admission.recheck_s:
             self._load(now)
-        self._room_changed |= self._relocation.direct(now)
+        self._changes.room |= self._relocation.direct(now)
         self._dispatch(now, arrived)
         self._dispatch_owed(now)
-        self._refuse(self._admission.refused(now, arrived))
+        self._departures.refuse(self._admission.refused(now, arrived))
         self._actions += self._admission.backlog()
         self._forget()
         self._actions += self._relocation.recalls(now)
@@ -200,22 +182,14 @@ class ClusterPolicy(Generic[ExtraT]):
     def _admit(self, request: Request) -> None:
         model = self._models.get(request.model)
         if self._draining:
-            self._reject(request, 503, "the server is shutting down", 5.0)
+            self._departures.reject(request, 503, "the server is shutting down", 5.0)
         elif model is None or model.removing:
-            self._reject(request, 404, f"the model {name_of(request.model)!r} does not exist", 1.0)
+            self._departures.reject(
+                request, 404, f"the model {name_of(request.model)!r} does not exist", 1.0
+            )
         else:
-            self._pool_changed |= not model.in_pool
+            self._changes.pool |= not model.in_pool
             self._wait(request)
-
-    def _reject(self, request: Request, status: int, reason: str, retry_after_s: float) -> None:
-        self._leave_queue(request.id)
-        self._actions.append(act.Reject(request.id, status, reason, retry_after_s))
-
-    def _leave_queue(self, request_id: str) -> bool:
-        """Forget a request that is refused or cancelled. Return whether it waited."""
-        held = self._relocation.ended(request_id)
-        self._shares.ended(request_id)
-        return self._queue.remove(request_id) is not None or held
 
     def _fail(self, now: float) -> None:
         """End the requests of models that cannot be loaded, and delay the next try."""
@@ -223,11 +197,8 @@ class ClusterPolicy(Generic[ExtraT]):
             name = model.spec.id
             if model.in_pool:  # else another slice could not use it either
                 model.failed(now)
-            for request_id in [r for r, (m, _) in self._where.items() if m == name]:
-                self._instances.undispatch(request_id)
-                self._actions.append(act.Reject(request_id, 503, model.unloadable, 5.0))
-                self._left(request_id)
-                self._leave_queue(request_id)
+            running = [r for r, (m, _) in self._where.items() if m == name]
+            self._departures.refuse(act.Reject(r, 503, model.unloadable, 5.0) for r in running)
             self._leave_pool(model)
             self._broken.add(name)
         self._failed.clear()
@@ -235,20 +206,20 @@ class ClusterPolicy(Generic[ExtraT]):
             model = self._models[name]
             if model.retry_s is not None and not model.in_pool and now < model.retry_s:
                 for request in self._queue.of(name):
-                    self._reject(request, 503, model.unloadable, model.retry_s - now)
+                    self._departures.reject(request, 503, model.unloadable, model.retry_s - now)
 
     def _back_off(self, now: float) -> None:
         """Keep models that fail away from slices, and end what can only wait for them."""
         if not self._failing:
             return
-        self._room_changed |= self._failing.refresh(now)
+        self._changes.room |= self._failing.refresh(now)
         for name, why, retry_s in list(self._failing.refused(now, self._queue.models())):
             for request in self._queue.of(name):
-                self._reject(request, 503, why, retry_s)
+                self._departures.reject(request, 503, why, retry_s)
 
     def _load(self, now: float) -> None:
         """Load what is asked for, evicting what is not used; then load what there is room for."""
-        self._pool_changed = False
+        self._changes.pool = False
         if self._budget_bytes is None:
             return
         models = self._models.values()
@@ -256,7 +227,7 @@ class ClusterPolicy(Generic[ExtraT]):
         absent = [m for n in sorted(self._queue.models()) if not (m := self._models[n]).in_pool]
         for name, why in pool_residency.impossible(absent, models, self._budget_bytes):
             for request in self._queue.of(name):
-                self._reject(request, 503, why, 60.0)
+                self._departures.reject(request, 503, why, 60.0)
         loads = pool_residency.asked_loads(
             self._models, self._outside, self._queue, self._budget_bytes, now
         )
@@ -285,8 +256,8 @@ class ClusterPolicy(Generic[ExtraT]):
 
     def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
         """Place what can be placed, most urgent first."""
-        relieved, self._relieved = self._relieved, {}
-        changed, self._room_changed = self._room_changed, False
+        relieved, self._changes.relieved = self._changes.relieved, {}
+        changed, self._changes.room = self._changes.room, False
         if not self._queue:
             return
         names, fresh = set(self._queue.models()), {request.id for request in arrived}
@@ -357,7 +328,7 @@ class ClusterPolicy(Generic[ExtraT]):
             request, spec, loads, self._value, now, late=late, runs=runs,
             owed_bytes=self._queue.owed_bytes(spec.id),
         )  # fmt: skip
-        self._queue.shut_out[spec.id] = 0 if found or runs else spec.weight_bytes
+        self._queue.shut_out(spec.id, 0 if found or runs else spec.weight_bytes)
         return self._admission.confirmed(found, request, now)
 
     def _value(self, name: str) -> tuple[float, ...]:
@@ -380,14 +351,6 @@ class ClusterPolicy(Generic[ExtraT]):
         model.running += 1
         model.used(now)
 
-    def _refuse(self, rejects: Iterable[act.Reject]) -> None:
-        for reject in rejects:
-            if reject.request_id in self._where:
-                self._instances.undispatch(reject.request_id)
-                self._left(reject.request_id)
-            self._leave_queue(reject.request_id)
-            self._actions.append(reject)
-
     def _forget(self) -> None:
         for name in self._removing[:]:
             if not self._models[name].running and not self._queue.count(name):
@@ -397,4 +360,4 @@ class ClusterPolicy(Generic[ExtraT]):
                 self._leave_pool(self._models.pop(name))
                 del self._outside[name]
                 self._actions.append(act.Forget(name))
-                self._pool_changed = True
+                self._changes.pool = True

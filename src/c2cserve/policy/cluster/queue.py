@@ -34,6 +34,8 @@ class _Lines:
 
     of_tenant: dict[str, list[Entry]] = field(default_factory=dict[str, list[Entry]])
     count: int = 0
+    shut_out_bytes: int = 0
+    """The bytes of the model's weights if it runs nowhere and found no memory, else 0."""
 
 
 class WaitingQueue:
@@ -43,8 +45,6 @@ class WaitingQueue:
         self._entries: dict[str, Entry] = {}
         self._aging: list[tuple[float, str]] = []
         """When the first tokens of fresh requests are due; a heap."""
-        self.shut_out: dict[str, int] = {}
-        """Models that run nowhere and found no memory, with the bytes of their weights."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -93,13 +93,15 @@ class WaitingQueue:
         shares = self._shares
         return urgency[0] != DISPLACED, shares.served(tenant), shares.present(tenant), urgency
 
+    def shut_out(self, model: str, weight_bytes: int) -> None:
+        """Note whether a model with waiting requests found memory. `weight_bytes`: of its weights
+        if it runs nowhere and found none, else 0."""
+        self._by_model[model].shut_out_bytes = weight_bytes
+
     def owed_bytes(self, model: str) -> int:
         """Return the largest weights of the other models that are shut out."""
-        for name in [name for name, size in self.shut_out.items() if not size]:
-            del self.shut_out[name]
-        for name in self.shut_out.keys() - self._by_model.keys():
-            del self.shut_out[name]
-        return max((size for name, size in self.shut_out.items() if name != model), default=0)
+        others = (lines.shut_out_bytes for name, lines in self._by_model.items() if name != model)
+        return max(others, default=0)
 
     def of(self, model: str) -> list[Request]:
         """Most urgent first, whatever their tenants."""
@@ -154,8 +156,7 @@ class WaitingQueue:
         for one in self._shares.together(request):
             entry = self._entries.get(one.id)
             if entry is not None and entry[0][0] > BEGUN:
-                self.remove(one.id)
-                self._insert(((BEGUN, *entry[0][1:]), one))
+                self._move(entry, BEGUN)
 
     def together(self, request: Request) -> list[Request]:
         """Return the choices of its request that wait."""
@@ -169,11 +170,17 @@ class WaitingQueue:
             _, request_id = heappop(self._aging)
             entry = self._entries.get(request_id)
             if entry is not None and entry[0][0] == FRESH:
-                self.remove(request_id)
-                urgency, request = entry
-                self._insert(((LATE, *urgency[1:]), request))
-                moved.append(request)
+                self._move(entry, LATE)
+                moved.append(entry[1])
         return moved
+
+    def _move(self, entry: Entry, kind: int) -> None:
+        """Give a waiting request the place of another class in its line."""
+        urgency, request = entry
+        line = self._by_model[request.model].of_tenant[request.tenant]
+        del line[bisect_left(line, urgency, key=_urgency)]
+        moved = self._entries[request.id] = (kind, *urgency[1:]), request
+        insort(line, moved, key=_urgency)
 
     def _insert(self, entry: Entry) -> None:
         _, request = entry

@@ -28,7 +28,7 @@ class SheddingProtocol(HttpToolsProtocol):
         self._judged: bytes | None = None
         """What the load shedder says of the request in `_piece`."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._descriptor = descriptor(transport)
 

@@ -1,4 +1,5 @@
-"""Every Triton kernel, run once with a model's sizes, so that serving compiles nothing.
+"""Every Triton kernel, run once with a model's sizes, so that serving compiles nothing. The same
+for libraries, which load their kernels on first use.
 
 Triton keeps compiled kernels on disk, under a hash of their inputs, and a second start finds them
 there. A kernel depends on no size that changes between steps (tokens, sequences, contexts, layers).
@@ -13,6 +14,7 @@ import torch
 from c2cserve.core.tensors import HalfDtype
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
+from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
 from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES
 from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy
@@ -104,3 +106,14 @@ def _warm_attention(sizes: Sizes, device: torch.device) -> None:
     qkv = zeros(3, (sizes.heads + 2 * sizes.kv_heads) * dim, dtype=dtype)
     rope = zeros(4, dim // 2), zeros(4, dim // 2)
     attend(qkv, layer, rows, rope, zeros(kv.block_bytes, dtype=torch.uint8), Arrivals(device))
+
+
+def touch_libraries(sizes: Sizes, device: torch.device) -> None:
+    """Use cuBLAS and torch's own kernels once: they load on first use."""
+    x = torch.zeros((2, 16), dtype=torch.bfloat16, device=device)
+    x = torch.addmm(x[0], x, torch.zeros((16, 16), dtype=x.dtype, device=device))
+    x += torch.mm(x, torch.zeros((16, 16), dtype=x.dtype, device=device))
+    if sizes.top_k:
+        routing = by_expert(*choose(x, min(2, sizes.top_k), renormalize=True), 16)
+        x.index_select(0, routing.tokens)
+    x[torch.tensor([1], device=device)].float().cpu()

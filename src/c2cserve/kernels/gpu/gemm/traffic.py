@@ -1,5 +1,5 @@
-"""The bytes that each dataflow moves, in closed form. Cost models and benchmarks divide them by
-bandwidths.
+"""Tiles of the dataflows, and the bytes that each dataflow moves, in closed form. Cost models and
+benchmarks divide them by bandwidths.
 
 O[M, N] = X[M, K] W[N, K]^T. A tile is counted as TMA fetches it: only what lies inside the tensor.
 
@@ -20,6 +20,8 @@ BW = 128
 """Rows of W in a tile, on the wgmma M side."""
 BK = 64
 """Columns of W and X in one k step."""
+_RING_COPIERS = 16
+"""CTAs that saturate a link of 400 GB/s; PCIe needs 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,11 @@ def panels(n: int, first_rows: int, growth: int = 1) -> list[tuple[int, int]]:
         bounds.append((start, min(start + rows, n)))
         start, rows = start + rows, rows * growth
     return bounds
+
+
+def ring_copiers(sms: int, cluster: int = 1) -> int:
+    """Return how many clusters fill a ring: a quarter of the slice's SMs at most."""
+    return max(1, min(_RING_COPIERS, sms // 4) // cluster)
 
 
 def sym_columns(n: int, alpha: float) -> int:

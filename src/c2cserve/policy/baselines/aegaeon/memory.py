@@ -10,45 +10,15 @@ from c2cserve.policy.headroom import Candidate
 from c2cserve.policy.slice.batching import ActiveModel
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.weights.model_weights import ModelWeights
-from c2cserve.policy.weights.weight_memory import WeightMemory
 from c2cserve.policy.weights.weight_swapping import WeightSwapping
-
-
-def aegaeon_memory(arena: KvArena, slice_: Slice, *, streams: bool) -> WeightMemory:
-    """Return the rules of weights. `streams`: they are never loaded."""
-    loads = slice_.swaps_weights and not streams
-    return TurnSwapping(arena, slice_) if loads else TurnsInPlace(arena)
-
-
-class TurnsInPlace(WeightMemory):
-    """Steps read weights where they lie, so a switch costs nothing."""
-
-    def __init__(self, arena: KvArena) -> None:
-        super().__init__(arena)
-        self._turns = Turns(lambda name: 0.0)
-
-    @property
-    def turns(self) -> int:
-        return self._turns.begun
-
-    def opened(self, model: ActiveModel, spec: ModelSpec) -> None:
-        self._turns.opened(model)
-
-    def ended(self, model: ActiveModel) -> Sequence[Release]:
-        self._turns.closed(model)
-        return ()
-
-    def turn(
-        self, candidates: Sequence[Candidate[str]], now: float, late_ran: bool
-    ) -> tuple[bool, str] | None:
-        name = self._turns.choose([name for _, _, name in candidates], now)
-        return None if name is None else (False, name)
 
 
 class TurnSwapping(WeightSwapping):
     """A model's weights are loaded for its turn, and those of the next turn beside it where there
     is room. Those whose turn is furthest leave. While weights are on their way, models that are
-    resident go on."""
+    resident go on.
+
+    Where no model is to be kept, steps read weights where they lie, and a switch costs nothing."""
 
     def __init__(self, arena: KvArena, slice_: Slice) -> None:
         super().__init__(arena, slice_, rotates=True)

@@ -19,10 +19,8 @@ from c2cserve.kernels.gpu.gemm.dataflow import (
     streams,
     tiles_of,
 )
-from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, Traffic, ceil_div
+from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, Traffic, ceil_div, ring_copiers
 
-_COPIERS = 16
-"""CTAs that saturate a link of 400 GB/s; PCIe needs 4."""
 _EFFICIENCY = 0.93
 """Share of cuBLAS's rate, where nothing else binds."""
 
@@ -32,11 +30,6 @@ _VARIANTS = [
     for bx, cluster in ((128, 1), (256, 1), (256, 2), (256, 4))
 ]
 _BUILT = tiles_of(_VARIANTS)
-
-
-def ring_copiers(sms: int, cluster: int = 1) -> int:
-    """Return how many clusters fill a ring: a quarter of the slice's SMs at most."""
-    return max(1, min(_COPIERS, sms // 4) // cluster)
 
 
 def _candidates(q: Question) -> list[Tiles]:

@@ -6,31 +6,14 @@ from torch import Tensor
 
 from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.driver import MAP_BYTES, pair_map, stack_map, tensor_map
-from c2cserve.kernels.gpu.gemm.operands import (
-    FeedParams,
-    Field,
-    Layout,
-    OutputParams,
-    check,
-    check_boxes,
-    feed_bytes,
-    layout_of,
-    output,
-    output_bytes,
-    parameters,
-)
+from c2cserve.kernels.gpu.gemm.operands import check, check_boxes
+from c2cserve.kernels.gpu.gemm.parameters import DIRECT, GROUPED, SPLIT, Layout, feed, output
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
 from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 _EXPERTS_MAX = 512
 _PLANS_MAX = 4096
-_TAIL: dict[str, Field] = {"out": OutputParams, "feed": FeedParams, "m": int, "n": int, "k": int}
-_FIELDS: dict[str, dict[str, Field]] = {
-    "direct": {"x": MAP_BYTES, "w": MAP_BYTES, "slot": MAP_BYTES, **_TAIL},
-    "split": {"x": MAP_BYTES, "w": MAP_BYTES, **_TAIL},
-}
-"""The parameter structs of the kernels."""
 
 
 def direct(
@@ -48,7 +31,7 @@ def direct(
     map_w = _weight_map(w, _box_rows("direct", tiles), gated=gated)
     map_x = _rows_map(x, tiles.bx, w)
     no_slot = map_w
-    _run(context, plan, w, map_x, map_w, no_slot, output_bytes(out, bias))
+    _run(context, plan, w, bias, out, map_x, map_w, no_slot)
 
 
 def split(
@@ -63,7 +46,7 @@ def split(
     plan = _plan(context, "split", x, w, bias, out, tiles, gated=gated)
     map_w = _weight_map(w, _box_rows("split", tiles), gated=gated)
     map_x = _rows_map(x, tiles.bx, w)
-    _run(context, plan, w, map_x, map_w, output_bytes(out, bias))
+    _run(context, plan, w, bias, out, map_x, map_w)
 
 
 def storing(
@@ -79,9 +62,9 @@ def storing(
     context.launch(
         variant,
         _clusters(context, variant, x, w, out, tiles),
-        parameters(
-            x=_rows_map(x, tiles.bx, w), w=_weight_map(w, share), slot=_slot_map(slot, w, share),
-            out=output(out, bias), feed=_feed(context, w), m=x.shape[0], n=out.shape[1], k=w.k,
+        DIRECT.pack(
+            _rows_map(x, tiles.bx, w), _weight_map(w, share), _slot_map(slot, w, share),
+            *output(out, bias), *feed(w, context.share_pointer), x.shape[0], out.shape[1], w.k,
         ),
         pdl=_overlaps_previous(w), home=w.home,
     )  # fmt: skip
@@ -116,10 +99,9 @@ def _plan(
         _weight_map(w, _box_rows(dataflow, tiles), gated=gated)  # refuses what no map describes
         variant = Variant(dataflow, w.dtype, tiles.bx, tiles.cluster, gated=gated)
         clusters = _clusters(context, variant, x, w, out, tiles, gated=gated)
-        layout = layout_of(_FIELDS[dataflow])
         plan = _Plan(
-            context.repository.kernel(variant), clusters * variant.cluster, layout,
-            (x.shape[0], out.shape[1], w.k),
+            context.repository.kernel(variant), clusters * variant.cluster,
+            SPLIT if dataflow == "split" else DIRECT, (x.shape[0], out.shape[1], w.k),
         )  # fmt: skip
         if len(context.plans) >= _PLANS_MAX:
             context.plans.clear()
@@ -147,10 +129,15 @@ def _clusters(
     return min(work, context.clusters(variant, w.home))
 
 
-def _run(context: LaunchContext, plan: _Plan, w: WeightHandle, *operands: bytes) -> None:
+def _run(
+    context: LaunchContext, plan: _Plan, w: WeightHandle, bias: Tensor | None, out: Tensor,
+    *maps: bytes,
+) -> None:  # fmt: skip
     context.run(
         plan.kernel, plan.ctas,
-        plan.layout.pack(*operands, feed_bytes(w.map_pointer, _share(context, w)), *plan.sizes),
+        plan.layout.pack(
+            *maps, *output(out, bias), *feed(w, context.share_pointer), *plan.sizes
+        ),
         pdl=_overlaps_previous(w), home=w.home,
     )  # fmt: skip
 
@@ -180,9 +167,9 @@ def grouped(
     context.launch(
         variant,
         min(most, context.clusters(variant, w.home)),
-        parameters(
-            x=_rows_map(x, tiles.bx, w), w=map_w, out=output(out, None), feed=_feed(context, w),
-            offsets_ptr=offsets.data_ptr(), experts=w.experts, n=w.n, k=w.k,
+        GROUPED.pack(
+            _rows_map(x, tiles.bx, w), map_w, *output(out, None), *feed(w, context.share_pointer),
+            offsets.data_ptr(), w.experts, w.n, w.k,
         ),
         home=w.home,
     )  # fmt: skip
@@ -213,15 +200,6 @@ def _weight_map(w: WeightHandle, box_rows: int, *, gated: bool = False) -> bytes
 
 def _column_tiles(out: Tensor, *, gated: bool) -> int:
     return -(-out.shape[1] // (BW // 2 if gated else BW))
-
-
-def _feed(context: LaunchContext, w: WeightHandle) -> FeedParams:
-    return FeedParams(w.map_pointer, _share(context, w))
-
-
-def _share(context: LaunchContext, w: WeightHandle) -> int:
-    """Return the address of the limit of W's link, 0 if none holds."""
-    return 0 if w.home == "hbm" else context.share_pointer
 
 
 def _overlaps_previous(w: WeightHandle) -> bool:

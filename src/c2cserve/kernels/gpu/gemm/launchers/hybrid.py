@@ -5,7 +5,8 @@ from torch import Tensor
 
 from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.driver import stack_map, tensor_map
-from c2cserve.kernels.gpu.gemm.operands import check, check_boxes, output, parameters
+from c2cserve.kernels.gpu.gemm.operands import check, check_boxes
+from c2cserve.kernels.gpu.gemm.parameters import HYBRID, output
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, sym_columns
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
 from c2cserve.kernels.gpu.launch_context import LaunchContext
@@ -50,11 +51,10 @@ def hybrid(
     context.launch(
         variant,
         sms,
-        parameters(
-            x=tensor_map(x.data_ptr(), m, w.k, stride, tiles.bx, w.dtype),
-            w=stack_map(w.pointer, 1, w.n, w.k, BW, w.dtype), partial=map_sums,
-            out=output(out, bias), m=m, n=w.n, k=w.k, columns_sym=n_sym,
-            ctas_sym=_ctas_sym(sms, n_sym, n_asym),
+        HYBRID.pack(
+            tensor_map(x.data_ptr(), m, w.k, stride, tiles.bx, w.dtype),
+            stack_map(w.pointer, 1, w.n, w.k, BW, w.dtype), map_sums,
+            *output(out, bias), m, w.n, w.k, n_sym, _ctas_sym(sms, n_sym, n_asym),
         ),
     )  # fmt: skip
     if n_asym and partial_bytes == 4:

@@ -6,10 +6,10 @@ from torch import Tensor
 from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.driver import stack_map, tensor_map
-from c2cserve.kernels.gpu.gemm.dataflows.ring import ring_copiers
 from c2cserve.kernels.gpu.gemm.launchers.direct import storing
-from c2cserve.kernels.gpu.gemm.operands import check, check_boxes, output, parameters
-from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, panels
+from c2cserve.kernels.gpu.gemm.operands import check, check_boxes
+from c2cserve.kernels.gpu.gemm.parameters import RING, output
+from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, panels, ring_copiers
 from c2cserve.kernels.gpu.gemm.weight import (
     ITEM_BYTES,
     TORCH_DTYPES,
@@ -133,14 +133,13 @@ def ring(
     flags.zero_()
     filled, drained = flags.data_ptr(), flags.data_ptr() + 4 * count
     stride = x.stride(0) if m > 1 else w.k
-    arguments = parameters(
-        x=tensor_map(x.data_ptr(), m, w.k, stride, tiles.bx, w.dtype),
-        w=stack_map(
+    arguments = RING.pack(
+        tensor_map(x.data_ptr(), m, w.k, stride, tiles.bx, w.dtype),
+        stack_map(
             places.data_ptr(), tiles.slots, tiles.panel_rows, w.k, BW // tiles.cluster, w.dtype
         ),
-        out=output(out, bias), home_ptr=w.pointer, ring_ptr=places.data_ptr(),
-        filled_ptr=filled, drained_ptr=drained, m=m, n=w.n, k=w.k,
-        panel_rows=tiles.panel_rows, slots=tiles.slots, copiers=copiers,
+        *output(out, bias), w.pointer, places.data_ptr(), filled, drained, m, w.n, w.k,
+        tiles.panel_rows, tiles.slots, copiers,
     )  # fmt: skip
     if engines:
         context.copies.wait_stream(torch.cuda.current_stream(context.device))
