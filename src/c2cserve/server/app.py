@@ -348,7 +348,7 @@ class _Routes:
     # ---- to see it ------------------------------------------------------------------------------
 
     async def _show_metrics(self, http: HttpRequest) -> Response:
-        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(await self._metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def _health(self, http: HttpRequest) -> Response:
         healthy = self._gateway.healthy

@@ -32,7 +32,7 @@ def test_a_path_that_is_almost_right_is_answered_with_the_right_one(
     assert f"there is no {method} {path} here; did you mean {meant}?" in answer.text
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/embeddings", "/favicon.ico", "/%00%0a"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/embeddings", "/favicon.ico", "/%00%0A"])
 def test_other_paths_are_named(served: Served, path: str) -> None:
     error = served.http.get(path).json()["error"]
     assert error["code"] == "unknown_url"
