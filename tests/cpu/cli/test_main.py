@@ -28,6 +28,12 @@ def test_help_lists_every_command() -> None:
         assert lazy.help.split()[0] in result.stdout
 
 
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "c2cserve", "version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert __version__ in done.stdout
+
+
 @pytest.mark.alone
 def test_help_is_fast_and_light() -> None:
     probe = (
