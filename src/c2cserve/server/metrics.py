@@ -137,10 +137,11 @@ class Metrics:
 
     def _add_models(self, models: Iterable[str]) -> None:
         """Create the counters of every model, at 0: a rate misses a counter's first appearance."""
-        for model in models:
-            for name, _, *labels in _COUNTERS:
-                for value in _VALUES[labels[0]] if labels else ("",):
-                    self._count(name, 0, model, *([value] if value else []))
+        for name, _, *labels in _COUNTERS:
+            values = [[value] for value in _VALUES[labels[0]]] if labels else [[]]
+            for model in models:
+                for value in values:
+                    self._counters[name].begin(model, *value)
 
     async def render(self) -> bytes:
         """Return all metrics. What else the event loop has to do goes on meanwhile: a catalogue of

@@ -26,6 +26,10 @@ class Counters:
         self._values[labels] = self._values.get(labels, 0.0) + value
         self._texts.pop(labels, None)
 
+    def begin(self, *labels: str) -> None:
+        """Create the series at 0, unless it is there."""
+        self._values.setdefault(labels, 0.0)
+
     def keep(self, models: set[str]) -> None:
         """Drop the series of other models."""
         for labels in [one for one in self._values if one[0] not in models]:
