@@ -40,7 +40,7 @@ def serve(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="CSV(.gz) of t_s[,func|model][,input_tokens,output_tokens]."),
+        typer.Option(help="CSV(.gz) with t_s; func or model; input_tokens, output_tokens."),
     ] = None,
     where: Annotated[
         list[str] | None, typer.Option(help="COLUMN=VALUE: only these rows of the CSV.")

@@ -13,6 +13,7 @@ from c2cserve.bench.admin import decode, find_model
 from c2cserve.bench.client import Unanswered, ask
 from c2cserve.core.model import ModelState, ModelStatus
 from c2cserve.terminal.output import CliError, console, print_json, progress_console, show_bytes
+from c2cserve.terminal.tables import Column, FittedTable
 
 T = TypeVar("T")
 
@@ -49,13 +50,13 @@ def list_models(url: UrlOption = LOCAL, key: KeyOption = None, as_json: JsonOpti
         print_json(msgspec.to_builtins(models))
         return
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table()
-    for head in ("model", "aliases", "state", "weights", "context", "slices"):
-        table.add_column(head)
-    for head in ("running", "waiting", "priority", "pinned"):
-        table.add_column(head, justify="right")
+    table = FittedTable(
+        Column("model"), Column("aliases", rank=5), Column("state", wraps=True),
+        Column("weights"), Column("context", rank=3), Column("slices", rank=4),
+        Column("running", right=True, rank=1), Column("waiting", right=True, rank=2),
+        Column("priority", right=True, rank=7), Column("pinned", right=True, rank=6),
+    )  # fmt: skip
     for model in models:
         table.add_row(
             model.id, ", ".join(model.aliases), escape(show_state(model)),

@@ -115,7 +115,7 @@ Strict = Annotated[
 GenerationConfig = Annotated[
     str,
     typer.Option(
-        help="Sampling defaults. auto: of each checkpoint's generation_config.json; none; or a"
+        help="Sampling defaults. auto: those of each checkpoint; none; or a"
         " directory whose file is for all models."
     ),
 ]

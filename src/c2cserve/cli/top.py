@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,10 @@ from c2cserve.bench.scrape import Histogram, Scrape, scrape
 from c2cserve.cli.models import LOCAL, KeyOption, UrlOption, show_state
 from c2cserve.runtime.gateway import SliceStatus, Snapshot
 from c2cserve.terminal.output import console, show_bytes, show_seconds
+from c2cserve.terminal.tables import Column, FittedTable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
 _WINDOW_S = 60.0
 """Latencies and attainment are of the requests that ended in the last minute."""
@@ -132,7 +132,7 @@ def _header(url: str, state: Snapshot) -> str:
     uptime_s = max(0.0, time.time() - state.started_s)
     parts = [
         f"c2cserve {state.instance} at {url}",
-        f"up {uptime_s / 3600:.1f} h",
+        f"up {_uptime(uptime_s)}",
         f"pool {show_bytes(state.pool_used_bytes)} of {show_bytes(state.pool_budget_bytes)}",
         f"running {state.running}",
         f"waiting {state.waiting}",
@@ -142,22 +142,21 @@ def _header(url: str, state: Snapshot) -> str:
     return ("[bold red]draining[/] · " if state.draining else "") + " · ".join(parts)
 
 
-def _table(left: Sequence[str], right: Sequence[str]) -> "Table":
-    from rich.table import Table
-
-    table = Table(expand=False)
-    for head in left:
-        table.add_column(head)
-    for head in right:
-        table.add_column(head, justify="right")
-    return table
+def _uptime(seconds: float) -> str:
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _slices(before: Sample, now: Sample) -> "Table":
-    table = _table(
-        ("slice", "state", "cpus", "model"),
-        ("active", "busy", "batch", "waiting", "KV", "of", "tok/s", "switch/s", "restarts"),
-    )
+def _slices(before: Sample, now: Sample) -> FittedTable:
+    table = FittedTable(
+        Column("slice"), Column("state"), Column("cpus", rank=9), Column("model", rank=1),
+        Column("active", right=True, rank=6), Column("busy", right=True),
+        Column("batch", right=True), Column("waiting", right=True, rank=3),
+        Column("KV", right=True, rank=2), Column("of", right=True, rank=8),
+        Column("tok/s", right=True), Column("switch/s", right=True, rank=7),
+        Column("restarts", right=True, rank=5),
+    )  # fmt: skip
     earlier = {one.id: one for one in before.state.slices}
     elapsed_s = max(1e-9, now.at_s - before.at_s)
     for one in now.state.slices:
@@ -172,11 +171,15 @@ def _slices(before: Sample, now: Sample) -> "Table":
     return table
 
 
-def _nodes(before: Sample, now: Sample) -> "Table":
+def _nodes(before: Sample, now: Sample) -> FittedTable:
     from rich.markup import escape
 
-    right = ("slices", "running", "waiting", "models", "pool", "of", "tok/s")
-    table = _table(("node", "state"), right)
+    table = FittedTable(
+        Column("node"), Column("state", wraps=True), Column("slices", right=True),
+        Column("running", right=True), Column("waiting", right=True),
+        Column("models", right=True, rank=1), Column("pool", right=True, rank=2),
+        Column("of", right=True, rank=3), Column("tok/s", right=True),
+    )  # fmt: skip
     elapsed_s = max(1e-9, now.at_s - before.at_s)
     earlier = {one.id: one.output_tokens for one in before.state.slices}
     for name, state in sorted(now.state.nodes.items()):
@@ -213,18 +216,23 @@ def _slice_state(one: SliceStatus) -> str:
     return f"[{colour}]{one.state}[/]"
 
 
-def _models(oldest: Sample, now: Sample) -> "Table":
+def _models(oldest: Sample, now: Sample) -> FittedTable:
+    """The models that have requests come first: a terminal has fewer lines than a catalogue."""
     from rich.markup import escape
 
-    table = _table(
-        ("model", "state", "slices"),
-        ("weights", "running", "waiting", "ended", "TTFT p50", "p99", "TPOT p50", "SLO"),
-    )
-    for model in now.state.models:
+    table = FittedTable(
+        Column("model"), Column("state", wraps=True), Column("slices", rank=8),
+        Column("weights", right=True, rank=7), Column("running", right=True, rank=1),
+        Column("waiting", right=True, rank=2), Column("ended", right=True, rank=6),
+        Column("TTFT p50", right=True, rank=3), Column("p99", right=True, rank=5),
+        Column("TPOT p50", right=True, rank=4), Column("SLO", right=True),
+    )  # fmt: skip
+    models = sorted(now.state.models, key=lambda one: -(one.running + one.waiting))
+    for model in models:
         ttft = _between(oldest, now, "vllm:time_to_first_token_seconds", model.id)
         tpot = _between(oldest, now, "vllm:time_per_output_token_seconds", model.id)
         table.add_row(
-            model.id + (" (pinned)" if model.pinned else ""), escape(show_state(model)),
+            escape(model.id) + (" (pinned)" if model.pinned else ""), escape(show_state(model)),
             ", ".join(model.active_slices) or "-", show_bytes(model.weight_bytes),
             str(model.running), str(model.waiting), f"{ttft.count:.0f}",
             _time(ttft.quantile(0.5)), _time(ttft.quantile(0.99)), _time(tpot.quantile(0.5)),

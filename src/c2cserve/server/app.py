@@ -47,6 +47,7 @@ from c2cserve.server.shedding.shedder import LoadShedder, request_id
 from c2cserve.server.text.messages import Api
 from c2cserve.server.text.pool import TextPool
 from c2cserve.server.tls import Tls
+from c2cserve.server.unknown_routes import no_such_path, unknown_route
 
 log = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -92,8 +93,7 @@ def create_app(
 
     async def http_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        fault = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        return routes.failed(http, fault, _NO_ROUTE, request_id(http.headers))
+        return routes.failed(http, unknown_route(http, error), _NO_ROUTE, request_id(http.headers))
 
     app.add_exception_handler(HTTPException, http_error)
     return app
@@ -292,6 +292,8 @@ class _Routes:
 
     def _status(self, http: HttpRequest) -> ModelStatus:
         name, models = http.path_params["name"], self._gateway.models()
+        if not name:
+            raise no_such_path(http)
         for status in models:
             if name == status.id or name in status.aliases:
                 return status
@@ -346,7 +348,7 @@ class _Routes:
     # ---- to see it ------------------------------------------------------------------------------
 
     async def _show_metrics(self, http: HttpRequest) -> Response:
-        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(await self._metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def _health(self, http: HttpRequest) -> Response:
         healthy = self._gateway.healthy

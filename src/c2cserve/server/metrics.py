@@ -1,12 +1,10 @@
 """`/metrics`. A metric that vLLM has too has vLLM's name, so existing dashboards work. The others
 begin with `c2cserve:`."""
 
-from bisect import bisect_left
-from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -17,6 +15,7 @@ from c2cserve.server.access.gate import Gate
 from c2cserve.server.access.metrics import KeyMetrics
 from c2cserve.server.choices import ChoiceStream
 from c2cserve.server.connections import Connections
+from c2cserve.server.exposition.series import Counters, Histograms
 from c2cserve.server.slice_metrics import slice_metrics
 from c2cserve.server.text.pool import TextPool
 
@@ -57,13 +56,8 @@ _VALUES = {"finished_reason": ("stop", "length", "abort", "error"), "met": ("tru
 """Labels beside the model -> their possible values."""
 
 
-class _Histogram(Histogram):
-    def observe_all(self, values: Sequence[float]) -> None:
-        """Observe many values in a tenth of the time that one by one takes."""
-        places = Counts(bisect_left(self._upper_bounds, value) for value in values)
-        for place, count in places.items():
-            self._buckets[place].inc(count)
-        self._sum.inc(sum(values))
+_LINES_AT_ONCE = 200
+"""Lines that are written before other work of the event loop goes on: some 0.2 ms."""
 
 
 class Metrics:
@@ -80,34 +74,21 @@ class Metrics:
         if gate is not None:
             self.registry.register(KeyMetrics(gate))
         self._histograms = {
-            name: _Histogram(name, help_, ["model_name"], buckets=buckets, registry=self.registry)
-            for name, help_, buckets in _HISTOGRAMS
+            name: Histograms(name, help_, buckets) for name, help_, buckets in _HISTOGRAMS
         }
-        self._counters = {
-            name: Counter(name, help_, ["model_name", *labels], registry=self.registry)
-            for name, help_, *labels in _COUNTERS
-        }
+        self._counters = {name: Counters(name, help_, *label) for name, help_, *label in _COUNTERS}
         self._http = Counter(
             "c2cserve:http_responses", "Responses by route and status.", ["route", "status"],
             registry=self.registry,
         )  # fmt: skip
         self._routes: dict[tuple[str, int], Counter] = {}
         """The series of routes, by status."""
-        self._children: dict[tuple[str, ...], Any] = {}
-        """The series of models, by the metric's name, the model's, and other labels. Finding them
-        by labels costs more than counting."""
 
     def _observe(self, name: str, model: str, *values: float) -> None:
-        child = self._children.get((name, model))
-        if child is None:
-            child = self._children[name, model] = self._histograms[name].labels(model)
-        child.observe_all(values)
+        self._histograms[name].observe(model, *values)
 
     def _count(self, name: str, value: float, *labels: str) -> None:
-        child = self._children.get((name, *labels))
-        if child is None:
-            child = self._children[(name, *labels)] = self._counters[name].labels(*labels)
-        child.inc(value)
+        self._counters[name].add(value, *labels)
 
     def ended(self, choice: ChoiceStream, now: float) -> None:
         """Count a choice that has ended in any way. Refused ones are counted by status alone."""
@@ -156,24 +137,50 @@ class Metrics:
 
     def _add_models(self, models: Iterable[str]) -> None:
         """Create the counters of every model, at 0: a rate misses a counter's first appearance."""
-        for model in models:
-            for name, _, *labels in _COUNTERS:
-                for value in _VALUES[labels[0]] if labels else ("",):
-                    self._count(name, 0, model, *([value] if value else []))
+        for name, _, *labels in _COUNTERS:
+            values = [[value] for value in _VALUES[labels[0]]] if labels else [[]]
+            for model in models:
+                for value in values:
+                    self._counters[name].begin(model, *value)
+
+    async def render(self) -> bytes:
+        """Return all metrics. What else the event loop has to do goes on meanwhile: a catalogue of
+        hundreds of models has tens of thousands of lines."""
+        models = {model.id for model in self._gateway.models()}
+        self._forget_others(models)
+        self._add_models(models)
+        parts: list[str] = []
+        lines = 0
+        for text in self._write(list(self.registry.collect())):
+            parts.append(text)
+            lines += text.count("\n")
+            if lines >= _LINES_AT_ONCE:
+                lines = 0
+                await asyncio.sleep(0)
+        return "".join(parts).encode()
 
     def _forget_others(self, models: set[str]) -> None:
         """Drop the series of models that were removed; also of those whose last requests ended
         after that."""
-        for name, *labels in [key for key in self._children if key[1] not in models]:
-            families = self._counters if name in self._counters else self._histograms
-            families[name].remove(*labels)
-            del self._children[name, *labels]
+        for series in (*self._histograms.values(), *self._counters.values()):
+            series.keep(models)
 
-    def render(self) -> bytes:
-        models = {model.id for model in self._gateway.models()}
-        self._forget_others(models)
-        self._add_models(models)
-        return generate_latest(self.registry)
+    def _write(self, families: Iterable[Metric]) -> Iterator[str]:
+        for family in families:
+            yield generate_latest(_Only(family)).decode()
+        for series in (*self._histograms.values(), *self._counters.values()):
+            yield from series.write()
+
+
+class _Only(CollectorRegistry):
+    """A registry of one family."""
+
+    def __init__(self, family: Metric) -> None:
+        super().__init__()
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family
 
 
 class SnapshotCollector(Collector):

@@ -4,8 +4,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from c2cserve import __version__
@@ -26,6 +28,23 @@ def test_help_lists_every_command() -> None:
     for name, lazy in COMMANDS.items():
         assert name in result.stdout
         assert lazy.help.split()[0] in result.stdout
+
+
+def test_help_is_whole_in_80_columns() -> None:
+    asked: list[tuple[Any, list[str]]] = [(typer.main.get_command(commands), [])]
+    while asked:
+        group, words = asked.pop()
+        shown = CliRunner().invoke(commands, [*words, "--help"], env={"COLUMNS": "80"}).stdout
+        assert "…" not in shown, words
+        context = group.context_class(group)
+        names = group.list_commands(context) if hasattr(group, "list_commands") else ()
+        asked += [(group.get_command(context, name), [*words, name]) for name in names]
+
+
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "c2cserve", "version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert __version__ in done.stdout
 
 
 @pytest.mark.alone

@@ -121,6 +121,14 @@ def test_no_server(capsys: Any) -> None:
         assert len(err.splitlines()) == 1
 
 
+def test_top_begins_with_the_models_that_have_requests(capsys: Any) -> None:
+    """A terminal has fewer lines than a catalogue has models."""
+    with FakeAdmin(model("a"), model("b", waiting=1), model("c", running=3)) as admin:
+        assert run("top", "--once", "--url", admin.url) == 0
+    firsts = [line[:4] for line in capsys.readouterr().out.splitlines()]
+    assert firsts.index("│ c ") < firsts.index("│ b ") < firsts.index("│ a ")
+
+
 def test_top_once(capsys: Any) -> None:
     models = (model("a", running=3, active_slices=("cpu0",)), model("b", pinned=True))
     with FakeAdmin(*models) as admin:

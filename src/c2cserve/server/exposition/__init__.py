@@ -1,0 +1,1 @@
+"""Metrics in Prometheus' text form, of catalogues with hundreds of models."""
