@@ -216,7 +216,7 @@ def test_the_requests_of_a_lost_node_are_placed_in_parts() -> None:
         [one.request_id for one in actions if isinstance(one, fleet.SendTo)]
         for _, _, actions in there.stream
     ]
-    assert [one for part in parts for one in part] == displaced, "all are placed at once, the oldest first"
+    assert [one for part in parts for one in part] == displaced, "the oldest come first"
     assert len(displaced) > 30
     assert max(len(one) for one in parts) <= 16
 
@@ -288,6 +288,36 @@ def test_a_draining_node_gets_nothing_new() -> None:
     there.tell(fleet.NodeReport(home, ("m0",), (), GB, 0, draining=True))
     there.arrive("b", "m0")
     assert there.sent["b"] != [home]
+
+
+def test_models_of_a_draining_node_come_to_other_pools_from_it() -> None:
+    """Before they are asked for again: then its memory may be gone."""
+    there = world(nodes=3)
+    there.arrive("r", "m0")
+    settle(there)
+    [home] = there.sent["r"]
+    there.arrive("runs", "m0")
+    there.stream.clear()
+    there.tell(fleet.NodeReport(home, ("m0",), (), GB, 1, draining=True))
+    holds = [one for _, _, actions in there.stream for one in actions]
+    assert [(one.model, one.source) for one in holds if isinstance(one, fleet.Hold)] == [
+        ("m0", home)
+    ]
+    assert {node for node, model in there.held if model == "m0"} != {home}
+    there.tell(fleet.NodeReport(home, ("m0",), (), GB, 1, draining=True))
+    assert len(there.held) == 1
+
+
+def test_a_node_that_joins_while_another_drains_gets_its_models() -> None:
+    there = world(nodes=1)
+    there.arrive("r", "m0")
+    settle(there)
+    there.tell(fleet.NodeReport("n0", ("m0",), (), GB, 1, draining=True))
+    assert not there.held
+    there.up("n1", 4 * GB)
+    there.run_until(there.now + 0.2)
+    there.tell(fleet.NodeReport("n1"))
+    assert there.held == [("n1", "m0")]
 
 
 def test_the_one_node_that_is_open_is_found_among_many() -> None:

@@ -114,6 +114,9 @@ class FleetPolicy:
                 self._placement.add(NodeBook(node, loads, speeds))
                 self._opened = True
                 self._copies.review(one.id for one in self._models.values() if one.pinned)
+                for book in self._nodes.values():
+                    if book.draining:
+                        self._leave(book)
             case fleet.NodeReport(node_id):
                 if node_id in self._nodes:
                     self._reports[node_id] = event
@@ -132,8 +135,11 @@ class FleetPolicy:
                 held.deaths += 1
                 self._take_off(held, request)
         if book is not None:
-            self._copies.review(sorted(book.uses))
-            self._copies.review(book.pinned)
+            self._leave(book)
+
+    def _leave(self, book: NodeBook) -> None:
+        """Bring the models of a node that goes away to others. One that drains still has them."""
+        self._copies.review((*sorted(book.uses), *book.pinned))
 
     def _take_off(self, held: _Held, request: Request) -> None:
         """Take the request off its node; it continues as `request`."""
@@ -154,9 +160,12 @@ class FleetPolicy:
     def decide(self, now: float) -> Sequence[fleet.FleetAction]:
         actions: list[fleet.FleetAction] = []
         for node_id, report in self._reports.items():
-            before = self._nodes[node_id].draining
-            self._pools.report(self._nodes[node_id], report, now)
+            book = self._nodes[node_id]
+            before = book.draining
+            self._pools.report(book, report, now)
             self._opened |= before and not report.draining
+            if report.draining and not before:
+                self._leave(book)
         self._reports.clear()
         for request_id, node_id in self._begun:
             if (book := self._nodes.get(node_id)) is not None:
