@@ -24,9 +24,9 @@ def status(address: Address = "auto") -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("node", "state", "requests", "models", "pool", "restarts", "last end"):
         table.add_column(title, overflow="fold")
-    for _, state in _found(address)[1].values():
+    for machine, (_, state) in _found(address)[1].items():
         if isinstance(state, str):
-            table.add_row("?", state)
+            table.add_row(f"?-{machine[:6]}", "no answer", "", "", "", "", state)
             continue
         pool = f"{show_bytes(state.pool_used_bytes)} of {show_bytes(state.pool_budget_bytes)}"
         table.add_row(
