@@ -24,9 +24,9 @@ def status(address: Address = "auto") -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("node", "state", "requests", "models", "pool", "restarts", "last end"):
         table.add_column(title, overflow="fold")
-    for _, state in _found(address)[1].values():
+    for machine, (_, state) in _found(address)[1].items():
         if isinstance(state, str):
-            table.add_row("?", state)
+            table.add_row(f"?-{machine[:6]}", "no answer", "", "", "", "", state)
             continue
         pool = f"{show_bytes(state.pool_used_bytes)} of {show_bytes(state.pool_budget_bytes)}"
         table.add_row(
@@ -38,7 +38,8 @@ def status(address: Address = "auto") -> None:
 
 @app.command()
 def drain(node: NodeName, address: Address = "auto") -> None:
-    """Let a node finish its requests, and end it. Others serve its models meanwhile."""
+    """Let a node finish its requests, and end it. Others serve its models meanwhile. The last node
+    that is up is not drained."""
     _call(address, node, "drain")
 
 
@@ -79,5 +80,11 @@ def _call(address: str, name: str, method: str) -> None:
         known = ", ".join(s.name for _, s in agents.values() if isinstance(s, AgentState))
         raise CliError(f"{len(named)} nodes are called {name!r}; there are: {known or 'none'}")
     [(agent, state)] = named
+    said = [one for _, one in agents.values() if isinstance(one, AgentState)]
+    if method == "drain" and state.state == "up" and sum(one.state == "up" for one in said) == 1:
+        raise CliError(
+            f"{state.name} is the only node that is up: without it no request is served. "
+            "`c2cserve cluster stop` ends all nodes"
+        )
     ray.get(getattr(agent, method).remote(), timeout=10.0)
     console().print(f"{method}: {state.name}")

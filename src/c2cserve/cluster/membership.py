@@ -103,7 +103,7 @@ def describe(ray: Any, agents: Mapping[str, Any]) -> dict[str, AgentState | str]
     found: dict[str, AgentState | str] = {}
     for node, answer in answers.items():
         if answer not in ready:
-            found[node] = "no answer"
+            found[node] = f"not within {_ANSWER_S:g} s"
             continue
         try:
             found[node] = msgspec.convert(ray.get(answer), AgentState)

@@ -18,7 +18,6 @@ import logging
 import secrets
 import socket
 import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -38,6 +37,10 @@ _SILENCE_S = 5.0
 """A peer that takes or sends nothing for so long is given up."""
 _AT_ONCE = 8
 """Connections that a holder serves at the same time; others wait."""
+
+
+Sum = Callable[[memoryview], int]
+"""A CRC-32, as `zlib.crc32`."""
 
 
 class Fetch(msgspec.Struct, tag=True):
@@ -122,12 +125,13 @@ class WeightsPort:
     """Sends weights to other nodes. It has threads of its own, so that no request waits for it."""
 
     def __init__(
-        self, host: str, secret: bytes, find: Callable[[str, bytes], Outgoing | None]
+        self, host: str, secret: bytes, find: Callable[[str, bytes], Outgoing | None], crc32: Sum
     ) -> None:
         """`find`: model, fingerprint -> its weights if the pool has all of them, called on a
         thread. Raises OSError if the port cannot be opened."""
         self._secret = secret
         self._find = find
+        self._crc32 = crc32
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
@@ -168,7 +172,7 @@ class WeightsPort:
         for begin in range(found.begin + CHUNK_BYTES * asked.part, found.end, step):
             # Two passes over a chunk that fits a core's cache cost less than `sendfile` here.
             chunk = found.data[begin : min(begin + CHUNK_BYTES, found.end)]
-            connection.sendall(zlib.crc32(chunk).to_bytes(_SUM_BYTES, "little"), socket.MSG_MORE)
+            connection.sendall(self._crc32(chunk).to_bytes(_SUM_BYTES, "little"), socket.MSG_MORE)
             connection.sendall(chunk)
 
     def close(self) -> None:
@@ -182,12 +186,14 @@ class WeightsPort:
 # ---- the receiver -------------------------------------------------------------------------------
 
 
-def fetch(source: Source, secret: bytes, fingerprint: bytes, incoming: Incoming) -> None:
+def fetch(
+    source: Source, secret: bytes, fingerprint: bytes, incoming: Incoming, crc32: Sum
+) -> None:
     """Get all bytes of a model's weights. `secret`: this node's. Raises FetchError."""
     key = _sealed(source.sealed, secret, source.serial)
     with ThreadPoolExecutor(STREAMS, thread_name_prefix="fetch") as threads:
         parts = [
-            threads.submit(_fetch_part, source, key, fingerprint, part, incoming)
+            threads.submit(_fetch_part, source, key, fingerprint, part, incoming, crc32)
             for part in range(STREAMS)
         ]
     for part in parts:
@@ -196,7 +202,7 @@ def fetch(source: Source, secret: bytes, fingerprint: bytes, incoming: Incoming)
 
 
 def _fetch_part(
-    source: Source, key: bytes, fingerprint: bytes, part: int, incoming: Incoming
+    source: Source, key: bytes, fingerprint: bytes, part: int, incoming: Incoming, crc32: Sum
 ) -> None:
     with socket.create_connection((source.host, source.port), _SILENCE_S) as connection:
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -220,7 +226,7 @@ def _fetch_part(
             size = min(CHUNK_BYTES, incoming.end - begin)
             _read_into(connection, buffer[: _SUM_BYTES + size])
             data = buffer[_SUM_BYTES : _SUM_BYTES + size]
-            if zlib.crc32(data) != int.from_bytes(buffer[:_SUM_BYTES], "little"):
+            if crc32(data) != int.from_bytes(buffer[:_SUM_BYTES], "little"):
                 raise FetchError(f"bytes at {begin} were damaged on their way")
             incoming.write(begin, data)
 

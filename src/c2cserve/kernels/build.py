@@ -60,7 +60,7 @@ _MULTIPATH_FLAGS = (
     "-ldl",
 )
 
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mpclmul")
 _AVX512 = (
     *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512",
 )  # fmt: skip

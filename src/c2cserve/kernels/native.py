@@ -9,9 +9,22 @@ import logging
 import os
 import platform
 import struct
-from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_long, c_void_p
+import zlib
+from collections.abc import Callable, Sequence
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int64,
+    c_long,
+    c_uint32,
+    c_void_p,
+)  # fmt: skip
 from pathlib import Path
+
+import numpy as np
 
 from c2cserve.core.tensors import Dtype
 
@@ -36,6 +49,9 @@ ROUNDING_ISAS = frozenset({"amx", "avx512_bf16"})
 
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 """System call, ARCH_REQ_XCOMP_PERM and the number of the tiles' state (Linux 5.16)."""
+
+_FOLDED_BYTES = 64
+"""`crc32.h` takes so many at a time."""
 
 SAMPLE_ROW = struct.Struct("=7Q4q2Q2q6f")
 """`SampleRow` of sample.h.
@@ -75,10 +91,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "c2c_multiply": (c_double, (_P, _L)),
 }  # fmt: skip
 
-_TILE_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+_SOME_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "c2c_linear_many_rows": (None, (_P, _P, _L, _P, _L, _P, _L, _L, _L, _L, _I)),
+    "c2c_crc32": (c_uint32, (_P, _L)),
 }
-"""Functions that only the libraries that multiply on tiles have."""
+"""Functions that only some libraries have: those that multiply on tiles, those for x86."""
 
 
 class KernelsMissing(RuntimeError):
@@ -159,8 +176,8 @@ def load_library(isa: str) -> ctypes.CDLL:
             "run: python -m c2cserve.kernels.build"
         )
     library = ctypes.CDLL(str(path))
-    tiled = {k: v for k, v in _TILE_SIGNATURES.items() if hasattr(library, k)}
-    for name, (result, arguments) in (_SIGNATURES | tiled).items():
+    some = {k: v for k, v in _SOME_SIGNATURES.items() if hasattr(library, k)}
+    for name, (result, arguments) in (_SIGNATURES | some).items():
         function = getattr(library, name)
         function.restype = result
         function.argtypes = arguments
@@ -181,3 +198,23 @@ def convert(target: int, target_dtype: Dtype, source: int, source_dtype: Dtype, 
     load_library(chosen_isa()).c2c_convert(
         target, DTYPE_CODES[target_dtype], source, DTYPE_CODES[source_dtype], n
     )
+
+
+@functools.cache
+def _folding() -> Callable[[int, int], int] | None:
+    """Return the library's CRC-32 of an address and a multiple of 64 bytes, None if this CPU lacks
+    the instruction."""
+    if "pclmulqdq" not in cpu_flags():
+        return None
+    return getattr(load_library(chosen_isa()), "c2c_crc32", None)
+
+
+def crc32(data: bytes | bytearray | memoryview) -> int:
+    """Return what `zlib.crc32` returns, in a fifth of its time where the CPU can. The call releases
+    the interpreter lock."""
+    view = memoryview(data)
+    whole = len(view) // _FOLDED_BYTES * _FOLDED_BYTES
+    folded = _folding()
+    if folded is None or not whole:
+        return zlib.crc32(view)
+    return zlib.crc32(view[whole:], folded(np.frombuffer(view, np.uint8).ctypes.data, whole))

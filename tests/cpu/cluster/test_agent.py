@@ -1,11 +1,15 @@
 """What an agent is asked for twice, or too late. Its node is played; Ray is not there."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from c2cserve.cluster.agent import Agent
+from c2cserve.cluster.agent import Agent, machine_environment, take_machine_priority
 
 
 class PlayedProcess:
@@ -47,3 +51,41 @@ def test_a_node_that_has_ended_is_drained_without_a_signal(agent: Agent) -> None
     node.status = 0
     agent.drain()
     assert not node.signals
+
+
+@pytest.fixture
+def raylet(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A process in the place of this one's parent, with variables and a niceness of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"OMP_NUM_THREADS": "7", "OTHER": "1"},
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.readline()  # it runs, with its own environment
+    monkeypatch.setattr(os, "getppid", lambda: process.pid)
+    yield process.pid
+    process.communicate(b"\n")
+
+
+def test_a_node_gets_the_raylets_threads_and_gpus_not_those_of_an_actor(
+    raylet: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray sets both for its workers: one thread, and no GPU for an actor that asks for none."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("MINE", "2")
+    found = machine_environment()
+    assert found["OMP_NUM_THREADS"] == "7"
+    assert "CUDA_VISIBLE_DEVICES" not in found, "the raylet hides none"
+    assert found["MINE"] == "2"
+    assert "OTHER" not in found
+
+
+def test_a_node_gets_the_raylets_niceness(raylet: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.setpriority(os.PRIO_PROCESS, raylet, os.getpriority(os.PRIO_PROCESS, 0) + 3)
+    wanted = os.getpriority(os.PRIO_PROCESS, raylet)
+    given: list[int] = []
+    monkeypatch.setattr(os, "setpriority", lambda _which, _who, value: given.append(value))
+    take_machine_priority()
+    assert given == [wanted]

@@ -12,6 +12,7 @@ from readers import eventually
 from c2cserve.cluster import weights
 from c2cserve.cluster.messages import Source
 from c2cserve.cluster.weights import FetchError, Outgoing, WeightsPort, fetch, source_of
+from c2cserve.kernels.native import crc32
 from c2cserve.memory.arrivals import Arrivals, weights_range
 from c2cserve.memory.checkpoint import open_checkpoint
 from c2cserve.memory.loader import Read, pread
@@ -35,7 +36,7 @@ class Pools:
         self.receiver = self._pool(directory, "receiver", self._read)
         self.holder.load("m#1", self.model.plan, open_checkpoint(disk, self.model.plan))
         eventually(lambda: self.holder.whole("m#1") is not None)
-        self.port = WeightsPort("127.0.0.1", HOLDER, self._find)
+        self.port = WeightsPort("127.0.0.1", HOLDER, self._find, crc32)
 
     def _pool(self, directory: Path, name: str, read: Read) -> Pool:
         listener = Listener(
@@ -66,7 +67,7 @@ class Pools:
 
         def get(arrivals: Arrivals) -> bool:
             try:
-                fetch(source, RECEIVER, fingerprint, arrivals)
+                fetch(source, RECEIVER, fingerprint, arrivals, crc32)
             except FetchError as error:
                 self.errors.append(str(error))
                 return False

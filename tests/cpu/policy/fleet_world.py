@@ -3,6 +3,7 @@
 import heapq
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from c2cserve.core import events as ev
@@ -110,9 +111,14 @@ class FleetWorld:
     def arrive(
         self, name: str, model: str, tokens: int = 200, hashes: tuple[int, ...] = ()
     ) -> None:
+        self.tell(ev.Arrived(self.requested(name, model, tokens, hashes)))
+
+    def requested(
+        self, name: str, model: str, tokens: int = 200, hashes: tuple[int, ...] = ()
+    ) -> Request:
         slo = self.models[model].slo
         self.requests[name] = Request(name, model, tokens, 50, self.now, slo, hashes)
-        self.tell(ev.Arrived(self.requests[name]))
+        return self.requests[name]
 
     @property
     def running(self) -> int:
@@ -161,6 +167,13 @@ class FleetWorld:
         self.tell(fleet.NodeReport(name, usable, loading, used, len(node.running), speeds=speeds))
 
     def tell(self, *events: fleet.FleetEvent) -> list[fleet.FleetAction]:
+        """Tell the policy, and let it decide as often as it wants to now."""
+        said = [*self._tick(events)]
+        while (at_s := self.policy.wakeup) is not None and at_s <= self.now:
+            said += self._tick(())
+        return said
+
+    def _tick(self, events: Sequence[fleet.FleetEvent]) -> list[fleet.FleetAction]:
         begun = time.thread_time()
         for event in events:
             self.policy.apply(event)

@@ -203,6 +203,44 @@ def test_requests_of_a_lost_node_continue_elsewhere() -> None:
     assert there.sent["r"][1] != home
 
 
+def test_the_requests_of_a_lost_node_are_placed_in_parts() -> None:
+    """One decision that placed all of them would keep other requests waiting."""
+    there = world(models=200, nodes=4, pool=100 * GB)
+    for number in range(200):
+        there.arrive(f"r{number}", f"m{number}")
+    victim = max(there.nodes, key=lambda name: len(there.nodes[name].running))
+    displaced = sorted(there.nodes[victim].running)
+    there.stream.clear()
+    there.lose(victim)
+    parts = [
+        [one.request_id for one in actions if isinstance(one, fleet.SendTo)]
+        for _, _, actions in there.stream
+    ]
+    assert [one for part in parts for one in part] == displaced, "the oldest come first"
+    assert len(displaced) > 30
+    assert max(len(one) for one in parts) <= 16
+
+
+def test_while_many_wait_to_be_placed_a_new_request_is_the_next_after_them() -> None:
+    policy = FleetPolicy()
+    there = world(nodes=0)
+    requests = [there.requested(f"r{number}", "m0") for number in range(40)]
+    policy.apply(ev.ModelAdded(spec("m0")))
+    policy.apply(fleet.NodeUp(fleet.FleetNode("n", "cpu", 4, 4 * GB)))
+    policy.apply(fleet.NodeReport("n"))
+    sent: list[str] = []
+    for one in requests:
+        policy.apply(ev.Arrived(one))
+    for number in range(4):
+        sent += [one.request_id for one in policy.decide(0.0) if isinstance(one, fleet.SendTo)]
+        if not number:
+            assert policy.wakeup == 0.0, "the rest is placed at once"
+            policy.apply(ev.Cancelled("r39"))
+            policy.apply(ev.Arrived(there.requested("last", "m0")))
+    assert sent == [*(f"r{number}" for number in range(39)), "last"]
+    assert policy.wakeup is None or policy.wakeup > 0.0
+
+
 def test_a_request_that_outlives_no_node_fails() -> None:
     there = world(nodes=5)
     there.arrive("r", "m0")
@@ -250,6 +288,36 @@ def test_a_draining_node_gets_nothing_new() -> None:
     there.tell(fleet.NodeReport(home, ("m0",), (), GB, 0, draining=True))
     there.arrive("b", "m0")
     assert there.sent["b"] != [home]
+
+
+def test_models_of_a_draining_node_come_to_other_pools_from_it() -> None:
+    """Before they are asked for again: then its memory may be gone."""
+    there = world(nodes=3)
+    there.arrive("r", "m0")
+    settle(there)
+    [home] = there.sent["r"]
+    there.arrive("runs", "m0")
+    there.stream.clear()
+    there.tell(fleet.NodeReport(home, ("m0",), (), GB, 1, draining=True))
+    holds = [one for _, _, actions in there.stream for one in actions]
+    assert [(one.model, one.source) for one in holds if isinstance(one, fleet.Hold)] == [
+        ("m0", home)
+    ]
+    assert {node for node, model in there.held if model == "m0"} != {home}
+    there.tell(fleet.NodeReport(home, ("m0",), (), GB, 1, draining=True))
+    assert len(there.held) == 1
+
+
+def test_a_node_that_joins_while_another_drains_gets_its_models() -> None:
+    there = world(nodes=1)
+    there.arrive("r", "m0")
+    settle(there)
+    there.tell(fleet.NodeReport("n0", ("m0",), (), GB, 1, draining=True))
+    assert not there.held
+    there.up("n1", 4 * GB)
+    there.run_until(there.now + 0.2)
+    there.tell(fleet.NodeReport("n1"))
+    assert there.held == [("n1", "m0")]
 
 
 def test_the_one_node_that_is_open_is_found_among_many() -> None:

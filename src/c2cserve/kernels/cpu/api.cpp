@@ -7,6 +7,7 @@
 // that case they have written nothing.
 #include "attention.h"
 #include "convert.h"
+#include "crc32.h"
 #include "decoder.h"
 #include "kv.h"
 #include "linear.h"
@@ -150,6 +151,12 @@ int64_t c2c_sample(void* pool, const SampleRow* rows, int64_t count, int64_t voc
 void c2c_convert(void* to, int to_type, const void* from, int from_type, int64_t n) {
   convert(to, Dtype(to_type), from, Dtype(from_type), n);
 }
+
+#if defined(__PCLMUL__)
+uint32_t c2c_crc32(const void* data, int64_t size) {
+  return crc32(static_cast<const uint8_t*>(data), size);
+}
+#endif
 
 // The ceilings benchmarks compare with.
 float c2c_read(void* pool, const float* data, int64_t n) {

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from c2cserve.core import events as ev
 from c2cserve.core import fleet
@@ -15,6 +16,8 @@ from c2cserve.policy.fleet.placement import Destination, FleetPlacement, FleetSe
 from c2cserve.policy.fleet.pools import Pools
 from c2cserve.policy.fleet.speeds import Speeds
 
+_PLACED_MAX = 16
+"""Requests that one decision places. For each, 64 nodes may be looked at; a lost node has many."""
 _HOT_SHARE = 0.5
 """Share of `FleetSettings.copy_load` from which on a model's copies are looked at."""
 
@@ -50,6 +53,9 @@ class FleetPolicy:
         self._requests: dict[str, _Held] = {}
         self._waiting: dict[str, None] = {}
         """Requests that are on no node, oldest first."""
+        self._due: dict[str, None] = {}
+        """Those of them for which a node is looked for now; others wait until one is open."""
+        self._decided_s = 0.0
         self._prefixes = CachedPrefixes(self._settings.prefix_blocks)
         self._loads: dict[str, LoadTime] = {}
         """The keys are kinds of nodes."""
@@ -67,6 +73,8 @@ class FleetPolicy:
 
     @property
     def wakeup(self) -> float | None:
+        if self._due:
+            return self._decided_s
         copies_s = self._copies.wakeup
         waits = (self._requests[one].waiting_s for one in self._waiting)
         oldest = min((since for since in waits if since is not None), default=None)
@@ -79,7 +87,7 @@ class FleetPolicy:
         match event:
             case ev.Arrived(request):
                 self._requests[request.id] = _Held(request)
-                self._waiting[request.id] = None
+                self._waiting[request.id] = self._due[request.id] = None
             case ev.FirstToken(request_id):
                 if (held := self._requests.get(request_id)) is not None:
                     self._begun.append((request_id, held.node_id))
@@ -106,6 +114,9 @@ class FleetPolicy:
                 self._placement.add(NodeBook(node, loads, speeds))
                 self._opened = True
                 self._copies.review(one.id for one in self._models.values() if one.pinned)
+                for book in self._nodes.values():
+                    if book.draining:
+                        self._leave(book)
             case fleet.NodeReport(node_id):
                 if node_id in self._nodes:
                     self._reports[node_id] = event
@@ -124,19 +135,23 @@ class FleetPolicy:
                 held.deaths += 1
                 self._take_off(held, request)
         if book is not None:
-            self._copies.review(sorted(book.uses))
-            self._copies.review(book.pinned)
+            self._leave(book)
+
+    def _leave(self, book: NodeBook) -> None:
+        """Bring the models of a node that goes away to others. One that drains still has them."""
+        self._copies.review((*sorted(book.uses), *book.pinned))
 
     def _take_off(self, held: _Held, request: Request) -> None:
         """Take the request off its node; it continues as `request`."""
         if (book := self._nodes.get(held.node_id)) is not None:
             book.left(request.id)
         held.request, held.node_id = request, ""
-        self._waiting[request.id] = None
+        self._waiting[request.id] = self._due[request.id] = None
 
     def _forget(self, request_id: str) -> None:
         held = self._requests.pop(request_id, None)
         self._waiting.pop(request_id, None)
+        self._due.pop(request_id, None)
         if held is not None and (book := self._nodes.get(held.node_id)) is not None:
             book.left(request_id)
 
@@ -145,22 +160,28 @@ class FleetPolicy:
     def decide(self, now: float) -> Sequence[fleet.FleetAction]:
         actions: list[fleet.FleetAction] = []
         for node_id, report in self._reports.items():
-            before = self._nodes[node_id].draining
-            self._pools.report(self._nodes[node_id], report, now)
+            book = self._nodes[node_id]
+            before = book.draining
+            self._pools.report(book, report, now)
             self._opened |= before and not report.draining
+            if report.draining and not before:
+                self._leave(book)
         self._reports.clear()
         for request_id, node_id in self._begun:
             if (book := self._nodes.get(node_id)) is not None:
                 book.begun(request_id, now)
         self._begun.clear()
-        for request_id in list(self._waiting):
+        if self._opened:
+            self._due, self._opened = dict(self._waiting), False
+        for request_id in [one for one in self._waiting if one not in self._due]:
             held = self._requests[request_id]
-            if held.waiting_s is None or self._opened:
-                actions += self._place(held, now)
-            elif now >= held.waiting_s + self._settings.no_node_s:
+            if held.waiting_s is not None and now >= held.waiting_s + self._settings.no_node_s:
                 actions.append(self._reject(held, 503, "no node of the cluster is up", 5.0))
-        self._opened = False
+        for request_id in list(islice(self._due, _PLACED_MAX)):
+            del self._due[request_id]
+            actions += self._place(self._requests[request_id], now)
         actions += self._copies.holds(now)
+        self._decided_s = now
         return actions
 
     def _place(self, held: _Held, now: float) -> Sequence[fleet.FleetAction]:

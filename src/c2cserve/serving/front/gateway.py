@@ -36,6 +36,8 @@ from c2cserve.serving.front.nodes import Members, Node
 log = logging.getLogger(__name__)
 
 _RELAYS = 2
+_SHORTEST_S = 0.001
+"""Between two decisions without an event: others are to be served meanwhile."""
 
 
 class FleetGateway:
@@ -97,7 +99,7 @@ class FleetGateway:
             self._wakeup.cancel()
             self._wakeup = None
         if (at_s := self._policy.wakeup) is not None and not self._over:
-            delay_s = max(0.01, at_s - time.monotonic())
+            delay_s = max(_SHORTEST_S, at_s - time.monotonic())
             self._wakeup = self._loop.call_later(delay_s, self.tick)
 
     def carry_out(self, action: fleet.FleetAction) -> None:

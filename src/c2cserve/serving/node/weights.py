@@ -8,6 +8,7 @@ from functools import partial
 
 from c2cserve.cluster.messages import Source
 from c2cserve.cluster.weights import FetchError, Outgoing, WeightsPort, fetch
+from c2cserve.kernels.native import crc32
 from c2cserve.memory.arrivals import Arrivals, weights_range
 from c2cserve.memory.pool import Fetch
 from c2cserve.runtime.gateway import Gateway, Refused
@@ -27,7 +28,7 @@ class PoolWeights:
         self._sources: dict[str, Source] = {}
         """Catalogue id -> where its next load gets it from."""
         self._counters = Counter[str](fetched_models=0, fetched_bytes=0, failed_fetches=0)
-        self._port = WeightsPort(host, secret, self._find)
+        self._port = WeightsPort(host, secret, self._find, crc32)
         models.fetch_from = self._fetch_from
 
     @property
@@ -65,7 +66,7 @@ class PoolWeights:
     def _fetch(self, source: Source, fingerprint: bytes, arrivals: Arrivals) -> bool:
         began_s = time.monotonic()
         try:
-            fetch(source, self._secret, fingerprint, arrivals)
+            fetch(source, self._secret, fingerprint, arrivals, crc32)
         except FetchError as error:
             if not arrivals.cancelled:
                 self._counters["failed_fetches"] += 1
