@@ -28,6 +28,7 @@ from c2cserve.server.dashboard.live import LiveState, TickTap
 from c2cserve.server.dashboard.routes import DashboardRoutes
 from c2cserve.server.doors.ollama.models import catalogue_name
 from c2cserve.server.doors.routes import DOORS, WEB_PATHS, DoorRoutes, error_body, id_headers
+from c2cserve.server.doors.unknown_routes import no_such_path, unknown_route
 from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
@@ -47,7 +48,6 @@ from c2cserve.server.shedding.shedder import LoadShedder, request_id
 from c2cserve.server.text.messages import Api
 from c2cserve.server.text.pool import TextPool
 from c2cserve.server.tls import Tls
-from c2cserve.server.unknown_routes import no_such_path, unknown_route
 
 log = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
