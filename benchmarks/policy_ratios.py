@@ -14,14 +14,26 @@ equal.
 `--quick` has the first 300 s of each load. `--table` prints what a file of results has.
 """
 
+import argparse
+from pathlib import Path
+
 from c2cserve.sim import compiled
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="simulations at a time")
+    parser.add_argument("--only", default="", help="loads whose name contains this")
+    parser.add_argument("--traces", type=Path, help="folder with traces that are not packaged")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of these results")
+    options = parser.parse_args()
     policies = compiled.status() if compiled.use() else "pure Python"
     from ratio_loads import compare  # what this imports may be compiled from here on
 
-    compare(__doc__.splitlines()[0], policies)
+    compare(options, policies)
 
 
 if __name__ == "__main__":

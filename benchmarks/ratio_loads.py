@@ -154,17 +154,8 @@ def _cells(only: str, seeds: int, traces: Path | None, *, quick: bool) -> Iterat
                 yield Cell(name, system, seed, replace(load, workload=settings))
 
 
-def compare(description: str, policies: str) -> None:
+def compare(options: argparse.Namespace, policies: str) -> None:
     """Do what the command line asks for. `policies`: whether they are compiled."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2, help="simulations at a time")
-    parser.add_argument("--only", default="", help="loads whose name contains this")
-    parser.add_argument("--traces", type=Path, help="folder with traces that are not packaged")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="print the table of these results")
-    options = parser.parse_args()
     if options.table is not None:
         _show(json.loads(options.table.read_text())["results"]["rows"])
         return
