@@ -21,7 +21,7 @@ from c2cserve.sim import compiled
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="simulations at a time")
     parser.add_argument("--only", default="", help="loads whose name contains this")
