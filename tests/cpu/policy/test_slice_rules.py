@@ -18,6 +18,8 @@ from c2cserve.core.events import (
     Withdrawn,
 )
 from c2cserve.core.request import Slo
+from c2cserve.policy.slice.batching import BY_HEADROOM, ActiveModel, headroom_budget
+from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.policy.slice.strategies import SliceStrategies, arena_of
 from c2cserve.policy.weights.weight_memory import WeightMemory
@@ -114,6 +116,29 @@ def test_a_step_leaves_newcomers_half_of_their_time() -> None:
         step = hand.step(Submitted(request("r", prompt=1000, slo=Slo(ttft_s, 1.0))))
         step = hand.step(hand.done(step, 0.01 * step.tokens))
         assert step.tokens == pytest.approx(chunk, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "chunk"),
+    [
+        (2.0, 50),  # half of the strictest target, as it is in time with that
+        (0.85, 84),  # 0.5 s for its tokens leave time for the decodes of three steps
+        (0.62, 150),  # one step would do, but running requests wait for two tokens' time at most
+        (0.55, 50),  # late in any case
+    ],
+)
+def test_a_step_is_longer_where_a_prompt_would_be_late(ttft_s: float, chunk: int) -> None:
+    """Decodes take 0.1 s of each step: so little of a prompt would be in each that it takes many,
+    and their decodes more time than there is."""
+    time = StepTime()
+    for _ in range(3):
+        time.learn(1, 0, 0.1)
+        time.learn(1, 100, 0.3)
+    model = ActiveModel("m", "m", 512, time, BY_HEADROOM)
+    running = model.add(request("d", slo=Slo(0.4, 0.2)), True)
+    running.started, running.due_s, model.started = True, 100.0, 1
+    prompt = model.add(request("p", prompt=250, slo=Slo(ttft_s, 0.2)), True)
+    assert headroom_budget([model], model, prompt, 0.0, 1, 4096) == pytest.approx(chunk, abs=1)
 
 
 def test_a_prefix_is_reused_once_it_is_computed_but_never_to_the_last_token() -> None:

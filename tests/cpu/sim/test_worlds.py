@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import check_end, crowded, world
 
-from c2cserve.policy.baselines.presets import PRESETS
+from c2cserve.policy.baselines.presets import AEGAEON_HYBRID, PRESETS
 from c2cserve.sim.report import report
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.build import WorkloadSettings, workload
@@ -20,6 +20,22 @@ from c2cserve.sim.world.simulation import Simulation
 @pytest.mark.parametrize("seed", range(few(50, 30)))
 def test_random_worlds_keep_their_invariants(seed: int) -> None:
     simulation = world(seed)
+    simulation.run()
+    check_end(simulation)
+
+
+@pytest.mark.parametrize("seed", [57, 606])
+def test_a_preset_that_streams_takes_models_that_are_larger_than_a_slice(seed: int) -> None:
+    """They waited for ever for a slice that holds all of their weights."""
+    simulation = world(seed)
+    assert simulation.settings.preset == AEGAEON_HYBRID
+    simulation.run()
+    check_end(simulation)
+
+
+def test_a_request_that_was_refused_while_it_ran_is_not_placed_again_after_a_fault() -> None:
+    """Its slice had not removed it yet when the slice was lost."""
+    simulation = world(381)
     simulation.run()
     check_end(simulation)
 

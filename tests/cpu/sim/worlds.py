@@ -13,6 +13,8 @@ from c2cserve.sim.world.shapes import SimModel, catalogue, interleaved
 from c2cserve.sim.world.simulation import Settings, Simulation
 
 MACHINES = ("a100x4+xeon6462cx4", "h200-x1", "h200-x2:green2", "gh200:mig7", "gh200:mig3")
+LONGEST_S = 3600.0
+"""No world's requests take so long, as they come within a minute or so."""
 SHAPES = ("llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-3.1-8b")
 
 
@@ -54,7 +56,7 @@ def world(seed: int, preset: str | None = None, recorders: Recorders = no_record
     terms = (f"{random.choice(SHAPES)}*{random.randint(1, 5)}" for _ in range(2))
     models = interleaved(catalogue(",".join(terms)))
     count, rate = random.randint(1, 60), random.choice((1.0, 10.0))
-    return Simulation(
+    made = Simulation(
         machine,
         models,
         requests(random, models, count, rate),
@@ -74,6 +76,12 @@ def world(seed: int, preset: str | None = None, recorders: Recorders = no_record
         ),
         recorders,
     )
+    made.timeline.at(LONGEST_S, _too_long)
+    return made
+
+
+def _too_long() -> None:
+    raise AssertionError("requests wait for ever")
 
 
 def crowded(seed: int) -> Simulation:

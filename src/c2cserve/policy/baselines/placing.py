@@ -35,7 +35,7 @@ class BaselinePlacing:
             case "scatter":
                 return scatter(request, loads, self.preset.seed, self.preset.share)
             case "groups":
-                return place_by_groups(request, spec, loads)
+                return place_by_groups(request, spec, loads, streams=self.preset.streams)
             case "c2cserve" | "streams":
                 raise AssertionError("that is no baseline")
 

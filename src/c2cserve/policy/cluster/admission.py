@@ -363,7 +363,9 @@ class Admission:
         """Whether a waiting request is kept however late it is. A tenant with less than its share
         cannot be the reason for an overload."""
         kept = self._settings.patience <= 0.0 or self._queue.begun(request.id)
-        return kept or self._shares.within(request.tenant, self.places)
+        if kept or self._shares.tenants <= 1:
+            return kept
+        return self._shares.within(request.tenant, self.places)
 
     @property
     def places(self) -> int:

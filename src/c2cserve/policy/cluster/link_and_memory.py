@@ -79,14 +79,15 @@ class LinkAndMemory(Budgets):
         room for a model that waits for memory, and for one that is active here without requests.
         Else a model that is asked rarely would wait until no request of the others takes turns."""
         room = load.slice.hbm_bytes - weight_bytes
-        idle = (
-            one.spec.weight_bytes for name, one in load.active.items()
-            if not (one.jobs or one.streams or name == ask.spec.id)
-        )  # fmt: skip
-        owed_bytes = max(ask.owed_bytes, *idle, 0)
-        room -= owed_bytes if owed_bytes < room else 0
         if not self._rotates or not load.slice.host_kv_bytes or room <= 0:
             return False
+        owed_bytes = ask.owed_bytes
+        if load.unused:
+            for name, one in load.active.items():
+                idle = not (one.jobs or one.streams or name == ask.spec.id)
+                if idle and one.spec.weight_bytes > owed_bytes:
+                    owed_bytes = one.spec.weight_bytes
+        room -= owed_bytes if owed_bytes < room else 0
         link = load.slice.link_bytes_per_s - self.link_bytes_per_s(load)
         kv_bytes, work = load.kv_bytes + ask.kv_bytes, load.work()
         tpot_s = min(work.tpot_s, ask.request.slo.tpot_s)

@@ -269,19 +269,20 @@ def headroom_budget(
     most: int,
 ) -> int:  # fmt: skip
     """Return as many tokens as headroom allows: see `chunk_tokens`."""
-    return chunk_tokens(model.time, decodes, models, now, most)
+    return chunk_tokens(model.time, decodes, models, first, now, most)
 
 
 def chunk_tokens(
-    time: StepTime, decodes: int, models: Iterable[ActiveModel], now: float, most: int
+    time: StepTime, decodes: int, models: Iterable[ActiveModel], first: Seq, now: float, most: int
 ) -> int:
     """Return the prefill tokens that may go into a step beside so many decodes. No client of a
     model that runs on the slice may have to wait for them. Nothing can start before a step ends, so
-    a new request must still have half of its time for the first token.
+    a new request must still have half of its time for the first token. If that would make the most
+    urgent prompt late, a step is longer, as far as running requests allow.
 
     Models take turns, and each that has prompts computes a chunk in its turn. So together these
     take no longer than one step may: else a client would wait for the chunks of all."""
-    allowed_s, running, computing = float("inf"), False, 0
+    allowed_s, limit_s, running, computing = inf, inf, False, 0
     for model in models:
         if not model.seqs:
             continue
@@ -289,11 +290,24 @@ def chunk_tokens(
         if model.started:
             running = True
             headroom_s = model.most_urgent_due_s() - now
-            allowed_s = min(allowed_s, allowed_step_s(headroom_s, model.tpot_s))
+            limit_s = min(limit_s, allowed_step_s(headroom_s, model.tpot_s))
         computing += model.has_prompts
     if running and computing > 1:
         allowed_s /= computing
+        limit_s /= computing
+    allowed_s = min(limit_s, max(allowed_s, _step_in_time_s(time, decodes, first, now)))
     return time.chunk(decodes, allowed_s, min(_CHUNK_MIN, most), most)
+
+
+def _step_in_time_s(time: StepTime, decodes: int, first: Seq, now: float) -> float:
+    """Return how long a step must be for a prompt's first token to be in time. Each of the prompt's
+    steps takes the time of decodes too, so there can only be so many. 0 if it is late anyhow."""
+    tokens = first.expected - first.issued
+    decodes_s = time.decode_step_s(max(1, decodes))
+    spare_s = first.due_s - now - tokens * time.prefill_token_s
+    if decodes_s <= 0.0 or spare_s < decodes_s:
+        return 0.0
+    return decodes_s + -(-tokens // int(spare_s / decodes_s)) * time.prefill_token_s
 
 
 def spare_tokens(time: StepTime, parts: Sequence[SeqStep], decodes: int, limit_s: float) -> int:

@@ -291,6 +291,7 @@ class Simulation:
 
     def lose_slice(self, slice_id: str, back_s: float) -> None:
         """Lose a slice for `back_s` seconds. Its requests go on elsewhere from what clients have.
+        Those that were refused while a step of them ran have ended.
 
         Do nothing for a slice that is lost already."""
         gone = self.slices.pop(slice_id, None)
@@ -299,6 +300,8 @@ class Simulation:
         self.lost.append(gone)
         displaced: list[Request] = []
         for tracked in gone.lose():
+            if tracked.ending:
+                continue
             tracked.slice_id = ""
             tracked.resumed = True
             self._recalled.discard(tracked.request.id)

@@ -13,22 +13,28 @@ from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
 
 
 def place_by_groups(
-    request: Request, spec: ModelSpec, loads: Sequence[SliceLoad]
+    request: Request, spec: ModelSpec, loads: Sequence[SliceLoad], *, streams: bool = False
 ) -> Placement | None:
-    """Return the slice for it. A model without requests makes room for its own if need be."""
-    moves = [(load, move) for load in loads if (move := _move(load, request, spec)) is not None]
+    """Return the slice for it. A model without requests makes room for its own if need be.
+    `streams`: weights need not fit into a slice's memory, as steps read them over its link."""
+    moves = [
+        (load, move) for load in loads
+        if (streams or _holds(load, spec)) and (move := _move(load, request)) is not None
+    ]  # fmt: skip
     groups = [one for one in moves if _prompts(one[0], spec.id) % GROUP_MOST > 0]
     found = min(groups or moves, key=lambda one: (*_to_do(one[0]), one[0].slice.id), default=None)
     return None if found is None else found[1]
 
 
-def _move(load: SliceLoad, request: Request, spec: ModelSpec) -> Placement | None:
+def _holds(load: SliceLoad, spec: ModelSpec) -> bool:
+    return not load.slice.hbm_bytes or spec.weight_bytes <= load.slice.hbm_bytes
+
+
+def _move(load: SliceLoad, request: Request) -> Placement | None:
     name = load.slice.id
     if request.model in load.active:
         full = len(load.active[request.model].jobs) >= load.instance_limit
         return None if full else Placement(name)
-    if load.slice.hbm_bytes and spec.weight_bytes > load.slice.hbm_bytes:
-        return None
     if len(load.active) < load.slice.max_active:
         return Placement(name, activate=True)
     if load.unused:
