@@ -35,8 +35,10 @@ async def answers_with_a_late_slice(server: ServerProcess, slow: Path) -> list[s
         await asyncio.to_thread(wait_until, lambda: state_of(server, 1) != "up", 60, "it is gone")
         asked = asyncio.create_task(answers(server.url))
 
-        def waiting() -> bool:
-            return server.state()["slices"][0]["waiting"] > 0
+        def waiting() -> bool:  # and none is left that the other slice would get at once
+            state = server.state()
+            come = state["running"] + state["waiting"] >= REQUESTS - 8  # some may have ended
+            return come and state["slices"][0]["waiting"] > 0
 
         await asyncio.to_thread(wait_until, waiting, 60, "requests wait", 0.01)
         first = server.state()["slices"][0]["pid"]
