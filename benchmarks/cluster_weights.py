@@ -30,7 +30,7 @@ from pool_load import make_plan, write_checkpoint
 from report import report
 
 from c2cserve.cluster.weights import STREAMS, Outgoing, WeightsPort, fetch, source_of
-from c2cserve.kernels.native import crc32
+from c2cserve.kernels.crc32 import crc32
 from c2cserve.memory.arrivals import Arrivals, weights_range
 from c2cserve.memory.checkpoint import open_checkpoint
 from c2cserve.memory.loader import Loader

@@ -178,15 +178,13 @@ def figures(answers: Sequence[Answer], load_s: float = inf) -> Figures:
     errors = sorted({answer.why for answer in answers if answer.ending == "failed"})
     first_s = sorted(one.ttft_s for one in answers if one.ttft_s is not None)
     sooner = [took_s for took_s in first_s if took_s < load_s]
-    low_s, high_s = median_interval(first_s) or (None, None)
     token_s = sorted(one.tpot_s for one in answers if one.tpot_s is not None)
-    token_low_s, token_high_s = median_interval(token_s) or (None, None)
     return {
         **_figures(answers), "errors": errors[:_SHOWN_ERRORS], "models": models,
-        "sooner": len(sooner), "ttft_p50_low_s": low_s, "ttft_p50_high_s": high_s,
+        "sooner": len(sooner), **_interval("ttft", first_s),
         "ttft_sooner_p50_s": median(sooner) if sooner else None,
         "ttft_later_p50_s": median(first_s[len(sooner) :]) if sooner != first_s else None,
-        "tpot_p50_low_s": token_low_s, "tpot_p50_high_s": token_high_s,
+        **_interval("tpot", token_s),
         "first_s": [one.ttft_s for one in answers], "token_s": [one.tpot_s for one in answers],
     }  # fmt: skip
 
@@ -203,6 +201,11 @@ def paired(live: Figures, simulated: Figures) -> dict[str, float | None]:
         ratios = [after / before for before, after in both if before and after]
         found[f"{name}_ratio"] = median(ratios) if ratios else None
     return found
+
+
+def _interval(name: str, rising: Sequence[float]) -> dict[str, float | None]:
+    low_s, high_s = median_interval(rising) or (None, None)
+    return {f"{name}_p50_low_s": low_s, f"{name}_p50_high_s": high_s}
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:

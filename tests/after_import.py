@@ -4,23 +4,26 @@ The `sitecustomize` files of injected faults use it. A thread that waits for the
 on a busy machine: a short request is over before the fault is in."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 
-class _Finder:
+class _Finder(MetaPathFinder):
     def __init__(self, module: str, change: Callable[[Any], None]) -> None:
         self._module = module
         self._change = change
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != self._module:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        if fullname != self._module:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = find_spec(name)
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
         assert spec is not None
         assert spec.loader is not None
         execute = spec.loader.exec_module
@@ -29,7 +32,7 @@ class _Finder:
             execute(module)
             self._change(module)
 
-        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_change
         return spec
 
 
@@ -38,4 +41,4 @@ def after_import(module: str, change: Callable[[Any], None]) -> None:
     if module in sys.modules:
         change(sys.modules[module])
         return
-    sys.meta_path.insert(0, _Finder(module, change))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder(module, change))

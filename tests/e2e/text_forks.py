@@ -14,8 +14,8 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
+from c2cserve.processes.shown_arguments import shown_arguments
 from c2cserve.runtime.environment import child_environment
 from c2cserve.server.text import process as text_process
 from c2cserve.server.text.start import _ENVIRONMENT, TEXT_PROCESSES, StartedText
@@ -28,8 +28,6 @@ _SIZE = struct.Struct("<Q")
 """The first bytes that a fork reads: the memory that a text process may have, 0 for a probe."""
 _ROOM = "-" * 80
 """What forks write their own arguments over."""
-_ARG_START = 45
-"""As in serving/key_secrecy.py."""
 
 
 class _Probe(Adopted):
@@ -111,8 +109,7 @@ def serve_forks(control: socket.socket) -> None:
 
 def _be_shown_as(*arguments: str) -> None:
     """Tests know processes by their command lines."""
-    shown = Path("/proc/self/cmdline").read_bytes()
-    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARG_START])
+    start, shown = shown_arguments()
     line = b"".join(one.encode() + b"\0" for one in (sys.executable, *arguments))
     assert len(line) <= len(shown)
     ctypes.memmove(start, line.ljust(len(shown), b"\0"), len(shown))

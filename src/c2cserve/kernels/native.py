@@ -9,8 +9,7 @@ import logging
 import os
 import platform
 import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import (
     POINTER,
     c_char_p,
@@ -23,8 +22,6 @@ from ctypes import (
     c_void_p,
 )  # fmt: skip
 from pathlib import Path
-
-import numpy as np
 
 from c2cserve.core.tensors import Dtype
 
@@ -49,9 +46,6 @@ ROUNDING_ISAS = frozenset({"amx", "avx512_bf16"})
 
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 """System call, ARCH_REQ_XCOMP_PERM and the number of the tiles' state (Linux 5.16)."""
-
-_FOLDED_BYTES = 64
-"""`crc32.h` takes so many at a time."""
 
 SAMPLE_ROW = struct.Struct("=7Q4q2Q2q6f")
 """`SampleRow` of sample.h.
@@ -198,23 +192,3 @@ def convert(target: int, target_dtype: Dtype, source: int, source_dtype: Dtype, 
     load_library(chosen_isa()).c2c_convert(
         target, DTYPE_CODES[target_dtype], source, DTYPE_CODES[source_dtype], n
     )
-
-
-@functools.cache
-def _folding() -> Callable[[int, int], int] | None:
-    """Return the library's CRC-32 of an address and a multiple of 64 bytes, None if this CPU lacks
-    the instruction."""
-    if "pclmulqdq" not in cpu_flags():
-        return None
-    return getattr(load_library(chosen_isa()), "c2c_crc32", None)
-
-
-def crc32(data: bytes | bytearray | memoryview) -> int:
-    """Return what `zlib.crc32` returns, in a fifth of its time where the CPU can. The call releases
-    the interpreter lock."""
-    view = memoryview(data)
-    whole = len(view) // _FOLDED_BYTES * _FOLDED_BYTES
-    folded = _folding()
-    if folded is None or not whole:
-        return zlib.crc32(view)
-    return zlib.crc32(view[whole:], folded(np.frombuffer(view, np.uint8).ctypes.data, whole))

@@ -7,14 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from c2cserve.processes.shown_arguments import shown_arguments
 from c2cserve.server.settings import ServerSettings
 from c2cserve.terminal.output import CliError
 
 _KEY_OPTIONS = ("--api-key", "--admin-key")
 _KEY_BYTES_MAX = 4096
-_ARG_START = 45
-"""Index of `arg_start` among the fields behind a process's name in /proc/PID/stat
-(proc_pid_stat(5), field 48)."""
 
 
 def read_key(path: Path) -> str:
@@ -60,12 +58,10 @@ def hide_keys() -> None:
     They were shown until now. They also stay in other places that hold the command line: a shell's
     history, a unit file, a container's configuration.
     """
-    shown = Path("/proc/self/cmdline").read_bytes()
+    start, shown = shown_arguments()
     spans = list(_key_spans(shown))
     if not spans:
         return
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start = int(fields[_ARG_START])
     # The kernel shows the bytes at this address on the stack. No other bytes are written.
     if not _on_stack(start, len(shown)) or ctypes.string_at(start, len(shown)) != shown:
         return

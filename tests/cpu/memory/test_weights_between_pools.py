@@ -12,7 +12,7 @@ from readers import eventually
 from c2cserve.cluster import weights
 from c2cserve.cluster.messages import Source
 from c2cserve.cluster.weights import FetchError, Outgoing, WeightsPort, fetch, source_of
-from c2cserve.kernels.native import crc32
+from c2cserve.kernels.crc32 import crc32
 from c2cserve.memory.arrivals import Arrivals, weights_range
 from c2cserve.memory.checkpoint import open_checkpoint
 from c2cserve.memory.loader import Read, pread

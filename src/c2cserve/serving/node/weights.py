@@ -8,7 +8,7 @@ from functools import partial
 
 from c2cserve.cluster.messages import Source
 from c2cserve.cluster.weights import FetchError, Outgoing, WeightsPort, fetch
-from c2cserve.kernels.native import crc32
+from c2cserve.kernels.crc32 import crc32
 from c2cserve.memory.arrivals import Arrivals, weights_range
 from c2cserve.memory.pool import Fetch
 from c2cserve.runtime.gateway import Gateway, Refused
