@@ -2,14 +2,16 @@
 
 python benchmarks/overload.py [--catalog examples/specialists/catalog.toml] [--seconds 15]
     [--loads 0.5,1,2,4,10] [--serve "--slices 2"] [--setting "" --setting "--patience 20"]
-    [--prompt 32] [--output 32] [--capacity REQUESTS_PER_S] [--out FILE]
+    [--prompt 32] [--output 32] [--capacity REQUESTS_PER_S] [--rounds 1] [--out FILE]
     [--shape llama-8b --models 4 --work DIR] [--cpus 8-15]
 
 `c2cserve serve` is started once for each --setting (options of `serve`, one string; the default is
 the server as it comes). Closed loops of 16 to 128 users find what it can do: the *capacity* is the
 most answers per second within their SLO. Then open loops offer multiples of the capacity with
 Poisson arrivals and never wait for answers. All models of the catalogue are asked, evenly; prompts
-are texts of words, so tokenizing is part of the work.
+are texts of words, so tokenizing is part of the work. With --rounds the loads take turns, each
+round in another order, and a row is the medians of its rounds: a machine that others share changes
+its speed by more from one load to the next than loads differ.
 
 An answer counts if its first token came within the TTFT target after the request was due, and its
 mean time per further token is within the TPOT target. Of each load: answers within SLO, late ones
@@ -26,6 +28,7 @@ import json
 import os
 import random
 import shlex
+import statistics
 import tempfile
 import time
 import tomllib
@@ -87,7 +90,7 @@ def main() -> None:
         results, given.out, show=False, serve=given.serve,
         catalog=f"{len(given.models)} x {given.shape}" if given.shape else
         os.path.relpath(given.catalog, ROOT), generator_cpus=given.cpus,
-        seconds=given.seconds, prompt=given.prompt, output=given.output,
+        seconds=given.seconds, rounds=given.rounds, prompt=given.prompt, output=given.output,
         ttft_s=given.slo.ttft_s, tpot_s=given.slo.tpot_s,
     )  # fmt: skip
 
@@ -110,6 +113,7 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=32, help="tokens")
     parser.add_argument("--capacity", type=float, help="requests per second; default: measured")
     parser.add_argument("--processes", type=int, default=1, help="that send")
+    parser.add_argument("--rounds", type=int, default=1, help="of all loads, in turns")
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args(arguments)
     given.loads = [float(load) for load in given.loads.split(",")]
@@ -138,7 +142,34 @@ def _measure(given: argparse.Namespace, setting: str, results: Row) -> list[Row]
                 results["closed_loops"] = [bench.closed(users) for users in _USERS]
                 best = max(row["met_per_s"] for row in results["closed_loops"])
                 results["capacity_per_s"] = best
-            return [bench.offer(load, results["capacity_per_s"]) for load in given.loads]
+            return _in_turns(bench, given.loads, given.rounds, results["capacity_per_s"])
+
+
+def _in_turns(bench: "_Bench", loads: list[float], rounds: int, capacity_per_s: float) -> list[Row]:
+    """Return a row for each load, in their order."""
+    rows: dict[float, list[Row]] = {load: [] for load in loads}
+    for at in range(rounds):
+        first = at % len(loads)
+        for load in loads[first:] + loads[:first]:
+            rows[load].append(bench.offer(load, capacity_per_s, at))
+    return [_medians(rows[load]) | {"met_rounds": _met(rows[load])} for load in loads]
+
+
+def _met(rows: Sequence[Row]) -> list[float]:
+    return [row["met_per_s"] for row in rows]
+
+
+def _medians(rows: Sequence[Row]) -> Row:
+    """Return the median of each number. A number that some rounds lack (no request was late) is the
+    median of the others."""
+    found: Row = {}
+    for name in {name: None for row in rows for name in row}:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if values and isinstance(values[0], dict):
+            found[name] = _medians(values)
+        else:
+            found[name] = round(statistics.median(values), 3) if values else None
+    return found
 
 
 @contextmanager
@@ -179,14 +210,15 @@ class _Bench:
         print(json.dumps(row), flush=True)
         return row
 
-    def offer(self, load: float, capacity_per_s: float) -> Row:
+    def offer(self, load: float, capacity_per_s: float, seed: int) -> Row:
         rate = load * capacity_per_s
         pairs = bench_plan.sampled_lengths(
             lambda _: self._given.prompt, lambda _: self._given.output
         )
         models: list[str] = self._given.models
+        rng = random.Random(load + seed)
         shapes = bench_plan.poisson(
-            models, [1.0] * len(models), rate, None, self._given.seconds, pairs, random.Random(load)
+            models, [1.0] * len(models), rate, None, self._given.seconds, pairs, rng
         )
         planned = self._prompts.plan(shapes, self._styles)
         time.sleep(_PAUSE_S)

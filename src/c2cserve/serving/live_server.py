@@ -19,6 +19,7 @@ from c2cserve.devices.plan import SliceWishes
 from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
 from c2cserve.policy.by_name import cluster_policy
 from c2cserve.policy.cluster.admission import AdmissionSettings
+from c2cserve.processes.collector import collect_rarely
 from c2cserve.runtime.record import Record, both
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.dashboard.live import TickTap
@@ -149,6 +150,7 @@ class LiveServer:
         RunSignals(gateway, self._signals, settings.drain_timeout_s, hang_ups).install()
         door = self._door(gateway, tap, slices, host)
         await door.open(listener)
+        collect_rarely()
         gateway.start()
         log.info(
             "c2cserve %s on %s: %d models, %d failed, %d slices", self._instance,

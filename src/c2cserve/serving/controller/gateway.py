@@ -34,9 +34,10 @@ loop takes the lock anew for each connection that it reads. With Python's 5 ms, 
 busy all the time leaves the event loop some 200 reads per second."""
 _GRACE_S = 2.0
 """Workers that got `Quit` have this long to end: a step under way is finished first."""
-_PACE = 0.5
-"""The share of its TPOT target in which a client gets output once at most in an overload. Each time
-takes the event loop as long as a refusal, and a slice makes several tokens in it."""
+_PACE = 2.0
+"""A client gets output once at most in so many of its TPOT targets, in an overload. Each time takes
+the event loop as long as two refusals. It needs them for new requests, which wait for nothing else
+then."""
 _SAMPLE_S = 1.0
 """How often the busy time of slices is sampled."""
 _STALLED_S = 5.0

@@ -19,6 +19,7 @@ from c2cserve.core.events import ClusterEvent
 from c2cserve.memory.pool import remove_dead_runs
 from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.policy.fleet.policy import FleetPolicy
+from c2cserve.processes.collector import collect_rarely
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
 from c2cserve.server.access.gate import Gate
@@ -103,6 +104,7 @@ class FrontServer:
         tap = TickTap()
         door = HttpDoor(gateway, settings.server, self._gate, self._tls, tap)
         await door.open(listener)
+        collect_rarely()
         gateway.start()
         joining = asyncio.create_task(self._join(gateway))
         port = listener.getsockname()[1]

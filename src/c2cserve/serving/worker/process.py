@@ -22,6 +22,7 @@ from c2cserve.policy.by_name import hybrid_alpha, slice_policy
 from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.policy.slice.prefix_tier import PrefixTier
 from c2cserve.policy.slice.strategies import live_steps_in_flight
+from c2cserve.processes.collector import collect_rarely
 from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.processes.standard_streams import open_missing_streams
 from c2cserve.runtime.driver import run
@@ -197,7 +198,7 @@ def _serve(
         log.error("slice %s cannot start: %s", config.slice.id, error)
         _end(_NO_ENGINE)
     world.start(engine, engine.isa, config.epoch)
-    gc.freeze()  # objects that exist now stay: the collector need not visit them again
+    collect_rarely()
     failed = False
     try:
         run(policy, world, world, _recorder(config))
