@@ -133,6 +133,10 @@ class ChoiceStream:
     def _read(self, tokens: tuple[int, ...]) -> tuple[str, tuple[int, ...], bool]:
         """Return the text to show, where each token up to a stop string begins, and whether there
         was a stop string."""
+        if self.job.sampling.logprobs is None and not self._stops:
+            text = self._detokenizer.add(tokens)
+            self._decoded += len(text)
+            return text, (), False
         offsets: list[int] = []
         shown: list[str] = []
         for token in tokens:

@@ -17,7 +17,7 @@ class Detokenizer:
         self._text = kinds.get(vocabulary.kind, _WindowText)(vocabulary, prompt)
 
     def add(self, tokens: tuple[int, ...]) -> str:
-        return "".join([self._text.add(token) for token in tokens])
+        return self._text.add(tokens)
 
     def finish(self) -> str:
         """Return the text that was held back."""
@@ -38,8 +38,8 @@ class _ByteText:
                 break
         self._decoder.decode(tail)
 
-    def add(self, token: int) -> str:
-        return self._decoder.decode(self._raw(token))
+    def add(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join(map(self._raw, tokens)))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -66,7 +66,10 @@ class _PieceText:
         whole.decode(bytes(self._run))
         self._run = bytearray(whole.getstate()[0])
 
-    def add(self, token: int) -> str:
+    def add(self, tokens: Sequence[int]) -> str:
+        return "".join([self._add(token) for token in tokens])
+
+    def _add(self, token: int) -> str:
         byte = self._vocabulary.byte(token)
         if byte is not None:
             self._run.append(byte)
@@ -102,7 +105,10 @@ class _WindowText:
         self._prefix = 0
         self._read = len(self._ids)
 
-    def add(self, token: int) -> str:
+    def add(self, tokens: Sequence[int]) -> str:
+        return "".join([self._add(token) for token in tokens])
+
+    def _add(self, token: int) -> str:
         self._ids.append(token)
         return self._new(final=False)
 
@@ -131,6 +137,9 @@ class StopStrings:
         self._held = ""
         self.found = ""
         """The stop string that ended the text."""
+
+    def __bool__(self) -> bool:
+        return bool(self._stops)
 
     def add(self, text: str) -> tuple[str, bool]:
         """Return the text that can be shown now, and whether a stop string was found."""

@@ -175,7 +175,8 @@ class LiveGateway:
         running = {job.request.id for job in jobs}
 
         def sink(item: Delta | Refused) -> None:
-            self._outbox.append((tenant, stream, item))
+            if stream.add(item):
+                self._outbox.append((tenant, stream))
 
         self._present[tenant] += len(jobs)
         self._world.inbox.post_all([LiveJob(job, sink) for job in jobs])

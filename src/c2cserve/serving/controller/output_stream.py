@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from math import inf
 
 from c2cserve.core.request import Delta, FinishReason
@@ -14,14 +15,22 @@ class OutputStream:
     """The output of a request's choices on its way to the event loop.
 
     What its client has not taken yet of a choice is one delta, however many steps it is of. So a
-    busy event loop has less to do for each token, the later it is."""
+    busy event loop has less to do for each token, the later it is. While a client has to wait for
+    more, its tokens take none of the event loop's time."""
 
-    __slots__ = ("_items", "_pace_s", "_taken", "_timer", "_waiter", "_woken_s")
+    __slots__ = (
+        "_arrived", "_items", "_notified", "_pace_s", "_taken", "_timer", "_waiter", "_woken_s"
+    )  # fmt: skip
 
     def __init__(self, pace_s: float = 0.0) -> None:
-        """`pace_s`: how often the client gets more at most, where `put` says so."""
-        self._items: dict[str, list[Delta | Refused]] = {}
-        """Choice -> its items. The one whose output has waited longest comes first."""
+        """`pace_s`: how often the client gets more at most, where `deliver` says so."""
+        self._arrived: deque[Delta | Refused] = deque()
+        """What the controller has added and `_items` has not. Both threads use it."""
+        self._notified = False
+        """The event loop will look at `_arrived` anyway."""
+        self._items: dict[str, list[Refused | list[Delta]]] = {}
+        """Choice -> its items, runs of deltas that can be told together. The choice whose output
+        has waited longest comes first."""
         self._taken = 0
         """Items that were taken without a pause."""
         self._waiter: asyncio.Future[None] | None = None
@@ -30,25 +39,52 @@ class OutputStream:
         """When the client was last given something that it waited for."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, item: Delta | Refused, *, paced: bool = False) -> None:
-        """Add an item. `paced`: the client may have to wait for more tokens, but never for its
-        first one, nor for the end. Called on the event loop."""
-        goes_on = False
-        waiting = self._items.setdefault("" if isinstance(item, Refused) else item.request_id, [])
-        if isinstance(item, Delta) and _continues(item):
-            goes_on = item.finish is None
-            if waiting and isinstance(last := waiting[-1], Delta):
-                item = _joined(last, item)
-                waiting.pop()
-        waiting.append(item)
-        if self._waiter is None or self._waiter.done():
+    def add(self, item: Delta | Refused) -> bool:
+        """Add an item, and return whether `deliver` must be called for it. Called by the
+        controller's thread. `deliver` clears `_notified` before it looks, so whatever is added
+        without a call is seen by the one that is due."""
+        self._arrived.append(item)
+        if self._notified and _goes_on(item):
+            return False
+        self._notified = True
+        return True
+
+    def deliver(self, *, paced: bool = False) -> None:
+        """Give the client what was added. `paced`: it may have to wait for more tokens, but never
+        for its first one, nor for the end. Called on the event loop."""
+        self._notified = False
+        urgent = self._take_in()
+        if not self._items or self._waiter is None or self._waiter.done():
             return
-        if paced and goes_on:
-            left_s = self._woken_s + self._pace_s - time.monotonic()
-            if left_s > 0.0:
-                if self._timer is None:
-                    self._timer = self._waiter.get_loop().call_later(left_s, self._wake)
-                return
+        left_s = self._woken_s + self._pace_s - time.monotonic()
+        if urgent or not paced or left_s <= 0.0:
+            self._wake()
+            return
+        self._notified = True  # the timer looks
+        if self._timer is None:
+            self._timer = self._waiter.get_loop().call_later(left_s, self._due)
+
+    def _take_in(self) -> bool:
+        """Put what was added behind the items of its choice. Return whether any of it may not
+        wait."""
+        urgent, arrived = False, self._arrived
+        while arrived:
+            item = arrived.popleft()
+            urgent = urgent or not _goes_on(item)
+            if isinstance(item, Refused):
+                self._items.setdefault("", []).append(item)
+                continue
+            runs = self._items.setdefault(item.request_id, [])
+            if runs and _continues(item) and isinstance(last := runs[-1], list):
+                last.append(item)
+            else:
+                runs.append([item])
+        return urgent
+
+    def _due(self) -> None:
+        self._timer = None
+        self._notified = False
+        self._take_in()
         self._wake()
 
     def _wake(self) -> None:
@@ -72,7 +108,12 @@ class OutputStream:
         item, *more = self._items.pop(choice)
         if more:
             self._items[choice] = more
-        return item
+        return item if isinstance(item, Refused) else _joined(item)
+
+
+def _goes_on(item: Delta | Refused) -> bool:
+    """Return whether an item only adds tokens to those before it."""
+    return isinstance(item, Delta) and item.finish is None and item.timing is None
 
 
 def _continues(delta: Delta) -> bool:
@@ -83,45 +124,49 @@ def _continues(delta: Delta) -> bool:
     return delta.finish is not FinishReason.STOP or bool(delta.tokens)
 
 
-def _joined(first: Delta, then: Delta) -> Delta:
+def _joined(run: Sequence[Delta]) -> Delta:
+    first = run[0]
+    if len(run) == 1:
+        return first
     return Delta(
-        first.request_id, first.tokens + then.tokens, first.logprobs + then.logprobs,
-        first.prompt_logprobs, then.finish, first.cached_tokens, first.timing,
+        first.request_id, tuple(chain.from_iterable([one.tokens for one in run])),
+        tuple(chain.from_iterable([one.logprobs for one in run])),
+        first.prompt_logprobs, run[-1].finish, first.cached_tokens, first.timing,
     )  # fmt: skip
 
 
-Output = tuple[str, OutputStream, Delta | Refused]
-"""A tenant, one of its requests, and what that gets."""
+Output = tuple[str, OutputStream]
+"""A tenant, and one of its requests that has output to deliver."""
 
 
 class FairDelivery:
-    """Hands items to their requests: tenants in turn, and some at a time.
+    """Delivers output to requests: tenants in turn, and some at a time.
 
-    A step of 128 requests has 128 items, and each wakes a task. If all were handed out at once, the
-    turns of the loop would take that long, and a request of another tenant takes several turns. But
-    a busy loop has few turns in a second. So what has waited long is handed out at once: a backlog
-    would make every answer late."""
+    A step of 128 requests has output for each, and wakes 128 tasks. If all were handed out at once,
+    the turns of the loop would take that long, and a request of another tenant takes several turns.
+    But a busy loop has few turns in a second. So what has waited long is handed out at once: a
+    backlog would make every answer late."""
 
     PORTION = 32
-    """Items in a turn of the loop,"""
+    """Requests in a turn of the loop,"""
     DELAY_S = 0.005
     """and those that have waited so long."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._due: dict[str, deque[tuple[float, OutputStream, Delta | Refused]]] = {}
-        """Tenant -> its items, oldest first. The tenant whose turn it is comes first."""
+        self._due: dict[str, deque[tuple[float, OutputStream]]] = {}
+        """Tenant -> its requests, oldest first. The tenant whose turn it is comes first."""
         self._scheduled = False
         self.paced = False
         """Whether slow clients get several tokens at a time: in an overload."""
         self.delay_s = 0.0
-        """How long an item took lately from the controller to its request."""
+        """How long output took lately from the controller to its request."""
 
     def add(self, items: Iterable[Output], since_s: float) -> None:
-        """Hand items out, in the order of each request. `since_s`: when the controller sent them,
-        as `time.monotonic` counts. Called on the event loop."""
-        for tenant, stream, item in items:
-            self._due.setdefault(tenant, deque()).append((since_s, stream, item))
+        """Hand output out. `since_s`: when the controller sent it, as `time.monotonic` counts.
+        Called on the event loop."""
+        for tenant, stream in items:
+            self._due.setdefault(tenant, deque()).append((since_s, stream))
         if not self._scheduled:
             self._deliver()
 
@@ -130,7 +175,7 @@ class FairDelivery:
         now, number = time.monotonic(), 0
         while self._due:
             tenant, items = next(iter(self._due.items()))
-            since_s, stream, item = items[0]
+            since_s, stream = items[0]
             waited_s = now - since_s
             if number >= self.PORTION and waited_s < self.DELAY_S:
                 self._scheduled = True
@@ -139,7 +184,7 @@ class FairDelivery:
             if number == 0:
                 self.delay_s = waited_s
             number += 1
-            stream.put(item, paced=self.paced)
+            stream.deliver(paced=self.paced)
             items.popleft()
             del self._due[tenant]
             if items:
