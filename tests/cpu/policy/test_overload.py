@@ -89,6 +89,31 @@ def test_the_backlog_is_told_while_there_is_an_overload() -> None:
     assert dict(told[-1].waiting)[""] > 0
 
 
+def test_what_was_let_in_is_not_refused_for_the_time_in_which_it_was_prepared() -> None:
+    """That work is lost with it. It was let in by the same rule, when it had not waited yet."""
+    hand, backlog = Hand(slice_(max_batch=1), burst_s=1.0), Backlog()
+    prepared_s, ttft_s, let_in, refused = 0.3, 2.0, 0, list[str]()
+    running: list[str] = []
+    for tick in range(150):
+        hand.now = tick * 0.1
+        room = backlog.share * ttft_s * backlog.per_s - sum(dict(backlog.waiting).values())
+        names = [f"r{tick:03}{which}" for which in "abc"]
+        if backlog.per_s:
+            names = names[: max(0, int(room))]
+            let_in += len(names)
+        ones = [request(name, at=hand.now - prepared_s, ttft_s=ttft_s) for name in names]
+        actions = hand.tell(
+            *(Finished(name, 1) for name in running[:1]), *(Arrived(one) for one in ones)
+        )
+        if backlog.per_s:
+            refused += rejects(actions).keys() & set(names)
+        running = [*running[1:], *dispatched(actions)]
+        running = [name for name in running if name not in rejects(actions)]
+        backlog = next((one for one in actions if isinstance(one, Backlog)), backlog)
+    assert let_in > 50
+    assert refused == []
+
+
 def test_patience_0_refuses_none_for_being_late_in_an_overload_either() -> None:
     world = offered(3.0, seconds=5.0, patience=0.0)
     assert {live.ended for live in world.jobs.values()} == {"finished"}

@@ -251,7 +251,10 @@ class Admission:
             if self.overload and self._queue.late(request.id):
                 strict = 1.0
             elif self.overload and request.id in new:
-                strict = self.share.value
+                # It was let in by the same rule where it was read. Until now it was prepared: that
+                # work is lost with it, so its time does not count again.
+                before = (now - request.arrival_s) / request.slo.ttft_s
+                strict = min(1.0, self.share.value + before)
             reject = None
             if request.group not in groups or not request.group:
                 before = turns_before(request.tenant, ahead)
