@@ -77,6 +77,32 @@ def test_without_an_idle_slice_it_batches_up_to_the_targets_then_spreads() -> No
     assert dispatched(hand.arrive("r5")) == {"r5": "s1"}
 
 
+def busy_slice() -> Hand:
+    """Its one slice computes 25 prompt tokens a second, and decodes for one request. It can run out
+    of memory, so no request goes there that would be late."""
+    hand = Hand(replace(slice_(max_batch=8), hbm_bytes=1 << 30))
+    hand.arrive("r0")
+    hand.tell(StepTimes("s0", "a", 0.001, 0.04), FirstToken("r0", 0.1))
+    return hand
+
+
+def test_a_prompt_that_is_done_makes_room_for_one_that_waits() -> None:
+    hand = busy_slice()
+    assert dispatched(hand.arrive("r1", "r2", "r3")) == {"r1": "s0", "r2": "s0"}
+    hand.now = 0.1
+    assert dispatched(hand.tell(FirstToken("r1", 0.1))) == {"r3": "s0"}
+
+
+@pytest.mark.parametrize("end", ["cancelled", "late"])
+def test_those_behind_one_that_finds_no_place_are_tried_when_it_leaves(end: str) -> None:
+    hand = busy_slice()
+    long = Arrived(request("long", prompt=99, ttft_s=1.0))
+    short = Arrived(request("short", at=0.9))
+    assert dispatched(hand.tell(long, short)) == {}
+    hand.now = 0.95 if end == "cancelled" else 1.05
+    assert dispatched(hand.tell(*[Cancelled("long")] * (end == "cancelled"))) == {"short": "s0"}
+
+
 def test_the_largest_batch_is_filled_first() -> None:
     hand = Hand(slice_("s0"), slice_("s1"))
     hand.arrive("r1", "r2")

@@ -25,7 +25,8 @@ class Changes:
     room: bool = True
     """Dispatches to any slice."""
     relieved: dict[str, None] = field(default_factory=dict[str, None])
-    """Slices that requests have left, in that order: only they have more room."""
+    """Slices that requests have left, or computed the prompt of one, in that order: only they have
+    more room."""
 
 
 class Departures(Generic[ExtraT]):
@@ -57,6 +58,12 @@ class Departures(Generic[ExtraT]):
             self._models[name].running -= 1
             self._changes.pool |= not self._models[name].running
         return name
+
+    def started(self, request_id: str) -> None:
+        """Note that a request has its first token: others need not wait for its prompt any more."""
+        where = self._instances.where.get(request_id)
+        if where is not None:
+            self._changes.relieved[where[1]] = None
 
     def finished(self, event: ev.Finished) -> str | None:
         """Note that a request has ended by itself. Return its model if it was on a slice."""

@@ -82,6 +82,7 @@ class ClusterPolicy(Generic[ExtraT]):
                 self._admission.first_token(request_id, after_s)
                 self._instances.first_token(request_id, after_s)
                 self._relocation.tokens(event)
+                self._departures.started(request_id)
             case ev.Finished():
                 self._finished(event)
             case ev.SliceUp(slice_):
@@ -261,9 +262,9 @@ class ClusterPolicy(Generic[ExtraT]):
         if not self._queue:
             return
         names, fresh = set(self._queue.models()), {request.id for request in arrived}
-        anywhere = changed or not self._placing.ours
-        if not changed and not relieved:
-            names = {request.model for request in arrived}  # the others could not be placed before
+        anywhere, untried = changed or not self._placing.ours, self._queue.uncovered
+        if not changed and not relieved:  # the first of other models could not be placed before
+            names = {request.model for request in arrived} | (untried & names)
         if not names:
             return
         loads, only = self._open()
@@ -281,7 +282,7 @@ class ClusterPolicy(Generic[ExtraT]):
             if head is None or (only is not None and name not in only):
                 continue
             choice = loads
-            if not anywhere and head[1].id not in fresh:
+            if not (anywhere or name in untried or head[1].id in fresh):
                 choice = [load for load in loads if load.slice.id in relieved]
             if self._failing:
                 choice = [load for load in choice if self._failing.open(load, name, now)]
@@ -292,6 +293,7 @@ class ClusterPolicy(Generic[ExtraT]):
                     heappush(heads, (turn, name))
                 if heads:
                     loads, only = self._open()
+        untried.clear()
 
     def _dispatch_owed(self, now: float) -> None:
         """Place requests of tenants that have less than their share of slices full of others."""

@@ -45,6 +45,9 @@ class WaitingQueue:
         self._entries: dict[str, Entry] = {}
         self._aging: list[tuple[float, str]] = []
         """When the first tokens of fresh requests are due; a heap."""
+        self.uncovered: set[str] = set()
+        """Models whose first request has left or became late, so that another one is first. Whether
+        that can be placed was not tried yet. Whoever tries clears it."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -178,7 +181,7 @@ class WaitingQueue:
         """Give a waiting request the place of another class in its line."""
         urgency, request = entry
         line = self._by_model[request.model].of_tenant[request.tenant]
-        del line[bisect_left(line, urgency, key=_urgency)]
+        self._take(line, urgency, request.model)
         moved = self._entries[request.id] = (kind, *urgency[1:]), request
         insort(line, moved, key=_urgency)
 
@@ -196,13 +199,19 @@ class WaitingQueue:
         urgency, request = entry
         lines = self._by_model[request.model]
         line = lines.of_tenant[request.tenant]
-        del line[bisect_left(line, urgency, key=_urgency)]
+        self._take(line, urgency, request.model)
         lines.count -= 1
         if not line:
             del lines.of_tenant[request.tenant]
         if not lines.count:
             del self._by_model[request.model]
         return request
+
+    def _take(self, line: list[Entry], urgency: Urgency, model: str) -> None:
+        at = bisect_left(line, urgency, key=_urgency)
+        del line[at]
+        if at == 0 and line:
+            self.uncovered.add(model)
 
     def excess(self, newcomer: Request) -> Request:
         """Return the request to refuse when `newcomer` is one too many. It is the least urgent one
