@@ -129,7 +129,9 @@ class LiveGateway:
 
     def _ended(self, reason: str | None) -> None:
         self._draining = True
-        for live in self._jobs.clear():
+        # Jobs may have been posted after the controller last looked.
+        posted = [one for one in self._world.inbox.take() if isinstance(one, LiveJob)]
+        for live in (*self._jobs.clear(), *posted):
             live.sink(Refused(503, reason or "the server is shutting down"))
         self._flush()
         self._changes.end()
