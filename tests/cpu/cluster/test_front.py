@@ -374,3 +374,17 @@ async def test_a_request_that_comes_back_to_a_node_can_be_cancelled_there() -> N
         await front.until(lambda: len(node.engine.jobs) == 2 and len(node.engine.running) == 1)
         link.send(msg.Cancel(job.request.id))
         await front.until(lambda: not node.engine.running, 10.0)
+
+
+async def test_a_fault_of_taking_a_message_is_logged_with_its_place(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the node said may be right, and the front be wrong."""
+
+    def broken(link: object, state: object) -> None:
+        raise ValueError("min() arg is an empty sequence")
+
+    async with PlayedFront(PlayedNode("n1")) as front:
+        monkeypatch.setattr(front.gateway, "node_reported", broken)
+        await front.until(lambda: any(one.exc_info for one in caplog.records))
+    assert "in broken" in caplog.text
