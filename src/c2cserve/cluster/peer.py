@@ -89,6 +89,8 @@ class Peer(asyncio.Protocol, ABC):
                 start = begin + size
                 self.received(bytes(self._buffer[begin:start]))
         except (msgspec.MsgspecError, ValueError) as error:
+            if self.trusted:  # it may be right, and the fault be in what takes its messages
+                log.exception("a message of a peer cannot be taken")
             self.end(f"a message that cannot be read: {error}")
         del self._buffer[:start]
 

@@ -154,7 +154,7 @@ class _Front(Peer):
                     self._port.gateway.note_uses(job.request.model, times_s)
                 task = asyncio.get_running_loop().create_task(self._run(job, age_s))
                 self._jobs[job.request.id] = task
-                task.add_done_callback(lambda _: self._jobs.pop(job.request.id, None))
+                task.add_done_callback(lambda done: self._ended(job.request.id, done))
             case msg.Cancel(request_id):
                 if (task := self._jobs.get(request_id)) is not None:
                     task.cancel()
@@ -223,6 +223,11 @@ class _Front(Peer):
             # One request's failure is never another's: its front may send it elsewhere.
             log.exception("request %s failed at the node's port", request_id)
             self.send(msg.Decline(request_id, 500, f"{type(error).__name__}: {error}", None))
+
+    def _ended(self, request_id: str, task: "asyncio.Task[None]") -> None:
+        # A request that was cancelled may have come again before its first task was over.
+        if self._jobs.get(request_id) is task:
+            del self._jobs[request_id]
 
     def _own(self, job: Job, age_s: float) -> Job:
         """Return the job with this node's clock, version of the model, and paths. Raises

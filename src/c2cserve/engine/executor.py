@@ -187,13 +187,13 @@ class Executor:
 
     def _move(self, move: Move) -> None:
         seq = self._seqs.get(move.request_id)
-        if seq is None:  # it ended in a step whose outcome the policy has not seen
-            self._report(MoveDone(move.request_id, move.direction), ())
-            return
+        model = None if seq is None else self._models.get(seq.job.request.model)
+        if seq is None or model is None:  # it ended, unseen by the policy, or is to be withdrawn
+            return self._report(MoveDone(move.request_id, move.direction), ())
         if move.direction == "out":
             seq.block_count = 0
         seq.moved_in |= move.direction == "in"
-        self.host_kv.start(move, self._models[seq.job.request.model].kv.block_bytes)
+        return self.host_kv.start(move, model.kv.block_bytes)
 
     def _end(self, request_id: str) -> None:
         """Hold nothing of a request any more; its copies on the host go at the end of a move."""

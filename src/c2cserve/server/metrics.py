@@ -266,6 +266,9 @@ class _FrontEndCollector(Collector):
             yield _gauge(
                 "c2cserve:text_waiting", "Requests waiting for a text process.", self._texts.waiting
             )
+            yield _gauge(
+                "c2cserve:text_processes", "Text processes that run.", len(self._texts.pids)
+            )
             yield _reasons(
                 "c2cserve:text_processes_replaced", "Text processes replaced, by why.",
                 self._texts.killed,

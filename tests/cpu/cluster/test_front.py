@@ -359,3 +359,32 @@ def test_messages_survive_the_way() -> None:
     assert back == msg.Output(delta)
     welcome = msg.Welcome(b"p", FleetNode("n", "cpu", 1, 2))
     assert msg.decode_from_node(msg.frame(welcome)[msg.HEAD_BYTES :]) == welcome
+
+
+async def test_a_request_that_comes_back_to_a_node_can_be_cancelled_there() -> None:
+    """It was taken off the node and sent there again, in one piece of the stream."""
+    node = PlayedNode("n1")
+    async with PlayedFront(node) as front:
+        [link] = [one.link for one in front.gateway._nodes.values()]
+        job = front.job(count=100_000)
+        link.submit(job, 0.0, None, ())
+        await front.until(lambda: bool(node.engine.running))
+        link.send(msg.Cancel(job.request.id))
+        link.submit(job, 0.0, None, ())
+        await front.until(lambda: len(node.engine.jobs) == 2 and len(node.engine.running) == 1)
+        link.send(msg.Cancel(job.request.id))
+        await front.until(lambda: not node.engine.running, 10.0)
+
+
+async def test_a_fault_of_taking_a_message_is_logged_with_its_place(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the node said may be right, and the front be wrong."""
+
+    def broken(link: object, state: object) -> None:
+        raise ValueError("min() arg is an empty sequence")
+
+    async with PlayedFront(PlayedNode("n1")) as front:
+        monkeypatch.setattr(front.gateway, "node_reported", broken)
+        await front.until(lambda: any(one.exc_info for one in caplog.records))
+    assert "in broken" in caplog.text

@@ -16,12 +16,15 @@ from c2cserve.serving.front.key_limits import KeyLimits
 
 def keyring(**limits: int) -> Keyring:
     ring = Keyring((), from_file=True)
-    record = KeyRecord(
+    ring.replace([record(**limits)])
+    return ring
+
+
+def record(**limits: int) -> KeyRecord:
+    return KeyRecord(
         id="0" * 12, name="one", salt="0" * 32, sha256="0" * 64, created=datetime.now(UTC),
         limits=Limits(**limits),
     )  # fmt: skip
-    ring.replace([record])
-    return ring
 
 
 def quota(ring: Keyring) -> Quota:
@@ -74,6 +77,33 @@ def test_places_hold_over_all_fronts_and_a_dead_front_frees_them() -> None:
     first.leave(2)
     fronts.tell()
     assert second.running_elsewhere == 0
+
+
+def test_a_limit_counts_from_when_the_key_got_it() -> None:
+    fronts = Fronts(2)
+    for _ in range(1000):
+        assert quota(fronts.rings[0]).arrive(fronts.now) is None
+        quota(fronts.rings[0]).leave(1)
+    fronts.tell()
+    for ring in fronts.rings:
+        ring.replace([record(requests_per_minute=60)])
+    assert quota(fronts.rings[0]).arrive(fronts.now) is None
+    fronts.tell()
+    assert quota(fronts.rings[1]).rates(fronts.now)["requests"].remaining == 59
+
+
+def test_a_key_that_comes_back_begins_at_nothing() -> None:
+    fronts = Fronts(2, requests_per_minute=60)
+    first, second = fronts.rings
+    for _ in range(2):
+        for _ in range(20):
+            assert quota(first).arrive(fronts.now) is None
+            quota(first).leave(1)
+        fronts.tell()
+        assert quota(second).rates(fronts.now)["requests"].remaining == 40
+        for ring in fronts.rings:
+            ring.replace([])
+            ring.replace([record(requests_per_minute=60)])
 
 
 def test_tokens_that_are_given_back_are_given_back_everywhere() -> None:

@@ -15,6 +15,8 @@ from published import PUBLISHED
 from tiny import COMMON, Ours, make_checkpoint, make_model
 from torch import Tensor
 
+from c2cserve.core.actions import Direction, Drop, Move
+from c2cserve.core.events import MoveDone
 from c2cserve.core.request import FinishReason
 from c2cserve.engine.cpu import arena
 from c2cserve.engine.models.config import ConfigError, parse_config
@@ -33,6 +35,21 @@ def test_a_step_of_a_model_that_could_not_be_attached_fails(tmp_path: Path) -> N
     lane.executor.detach("m")
     assert "not attached" in lane.failed(("a", 0, 40))
     assert len(lane.executor) == 1
+
+
+@pytest.mark.parametrize("direction", ["copy", "out", "in"])
+def test_kv_of_a_model_that_is_detached_moves_no_more(tmp_path: Path, direction: Direction) -> None:
+    """Its requests are about to be withdrawn: another slice could not map its weights."""
+    make_checkpoint(tmp_path, "llama")
+    lane = Lane()
+    lane.attach("m", LateModel(tmp_path).load_all().decoder)
+    lane.add("a", "m", PROMPT, 4)
+    lane.executor.detach("m")
+    lane.executor.submit(Move("a", direction, 0, (0,)))
+    lane.executor.poll()
+    assert lane.events[-1] == MoveDone("a", direction)
+    lane.executor.submit(Drop("a"))
+    assert len(lane.executor) == 0
 
 
 class BadSampler(CpuOps):

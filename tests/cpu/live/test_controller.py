@@ -157,6 +157,14 @@ def test_an_attach_that_comes_too_late_is_not_held_against_newer_weights(bench: 
     assert not bench.worker.segments
 
 
+def test_the_end_of_a_load_that_was_given_up_is_not_told(bench: Bench) -> None:
+    """It was on its way when a slice said that it cannot map the segment."""
+    segment = bench.load("a")
+    assert bench.models.unusable("s0", msg.Unusable("a", segment, "no room for a mapping"))
+    assert not bench.models.note(ev.ModelLoaded("a", 100, 0.1))
+    assert bench.directory.get("a").state is ModelState.FAILED
+
+
 def test_a_load_that_cannot_begin_fails_its_model_alone(bench: Bench) -> None:
     bench.models.load("broken")
     [failed] = bench.posted

@@ -1,6 +1,7 @@
 """Text processes are sent requests ahead of their answers, and no request waits for a slow one."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from c2cserve.server.text.claims import PATIENCE_S, Claim
 from c2cserve.server.text.messages import FromText, Target, TextRequest, TextResult
 from c2cserve.server.text.pipeline import Displaced, TextProcess
 from c2cserve.server.text.pool import TextPool
+from c2cserve.server.text.start import TEXT_PROCESSES, StartedText
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
 SLOW_OR_ENDLESS = (
@@ -106,6 +108,31 @@ async def test_a_process_that_ends_takes_one_request_with_it(
     assert {one.status for one in failed if isinstance(one, ApiError)} <= {500}
     assert len(failed) <= 2, "one of each process at most"
     assert await tokenized(pool, files, "a")
+
+
+async def test_a_process_that_cannot_be_started_is_started_later(
+    pool: TextPool, byte_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors or processes may be used up when one is to be replaced."""
+    files = files_of(byte_dir, "m")
+    assert await tokenized(pool, files, "a")
+
+    def take(memory_bytes: int) -> StartedText:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as shortage:
+        shortage.setattr(TEXT_PROCESSES, "take", take)
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        asked = asyncio.create_task(tokenized(pool, files, "a"))
+        async with asyncio.timeout(20):
+            while pool.pids:
+                await asyncio.sleep(0.01)
+    await asyncio.gather(asked, return_exceptions=True)
+    async with asyncio.timeout(20):
+        assert await tokenized(pool, files, "a")
+        while len(pool.pids) < 2:
+            await asyncio.sleep(0.01)
 
 
 async def test_the_second_process_is_not_started_before_it_is_of_use(

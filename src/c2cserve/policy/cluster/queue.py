@@ -10,7 +10,7 @@ Between lines the tenant decides that was served least
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, KeysView
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from c2cserve.core.request import Request
@@ -26,6 +26,8 @@ QueueRank = tuple[bool, float, int, Urgency]
 """Smallest first: not displaced, work done for the tenant, its requests under way, urgency."""
 
 Entry = tuple[Urgency, Request]
+_GONE_MAX = 1024
+"""Requests that left before they were due, of which the queue may still have the time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +155,10 @@ class WaitingQueue:
         self._insert(((kind, due_s(request, 0), request.id), request))
         if kind == FRESH:
             heappush(self._aging, (request.first_token_due_s, request.id))
+            if len(self._aging) > 2 * len(self._entries) + _GONE_MAX:
+                fresh = [one for urgency, one in self._entries.values() if urgency[0] == FRESH]
+                self._aging = [(one.first_token_due_s, one.id) for one in fresh]
+                heapify(self._aging)
 
     def follow(self, request: Request) -> None:
         """Let the other choices of a request follow its first one: they are not late any more."""

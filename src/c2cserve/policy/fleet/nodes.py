@@ -1,5 +1,6 @@
 """What the fleet's policy keeps of each node, and when it expects a first token there."""
 
+from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -212,7 +213,8 @@ class CachedPrefixes:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._nodes: dict[tuple[str, int], str] = {}
+        # Finding a dict's first key takes as long as there were deleted ones before it.
+        self._nodes: OrderedDict[tuple[str, int], str] = OrderedDict()
 
     def find(self, request: Request, model: str, up: Container[str]) -> tuple[str, int]:
         """Return the node in `up` that has computed most of the prompt's blocks, and how many of
@@ -226,7 +228,7 @@ class CachedPrefixes:
 
     def note(self, request: Request, model: str, node_id: str) -> None:
         for one in request.prefix_hashes:
-            self._nodes.pop((model, one), None)
             self._nodes[model, one] = node_id
+            self._nodes.move_to_end((model, one))
         while len(self._nodes) > self._most:
-            del self._nodes[next(iter(self._nodes))]
+            self._nodes.popitem(last=False)

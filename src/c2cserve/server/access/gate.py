@@ -31,13 +31,11 @@ class Gate:
 
     def __init__(
         self, api_keys: Sequence[str] = (), keys_file: Path | None = None,
-        usage_log: Path | None = None, *, share: bool = False,
+        usage_log: Path | None = None,
     ) -> None:  # fmt: skip
-        """`share`: `api_keys` reuse each other's prefixes.
-
-        Raises ValueError (KeysFileError among them) for keys that cannot be used, OSError for a
+        """Raises ValueError (KeysFileError among them) for keys that cannot be used, OSError for a
         usage log that cannot be written."""
-        self.keyring = Keyring(api_keys, from_file=keys_file is not None, share=share)
+        self.keyring = Keyring(api_keys, from_file=keys_file is not None)
         self.usage = UsageTotals()
         self.reloads = {"ok": 0, "failed": 0}
         """Outcome -> how often the keys file was read again with it."""

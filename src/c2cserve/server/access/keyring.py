@@ -16,8 +16,6 @@ from c2cserve.server.access.secret import is_secret, split_key
 CHALLENGES = {"dashboard": 'Basic realm="c2cserve", charset="UTF-8"'}
 """What a 401 asks for by the kind of route, where it is not `Bearer`. Browsers know Basic only."""
 _OPTION_NAME_BYTES = 4
-_ALL_SIMPLE = "*"
-"""The cache group of all keys that are options; no keys file can name it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,12 +82,10 @@ class Keyring:
     """The keys given as options and the keys of the keys file. Without both, every request may
     pass."""
 
-    def __init__(self, simple: Iterable[str], *, from_file: bool, share: bool = False) -> None:
+    def __init__(self, simple: Iterable[str], *, from_file: bool) -> None:
         """`from_file`: there is a keys file, so a key is required even while the file has none.
-        `share`: the keys `simple` reuse each other's prefixes. Raises ValueError for an empty
-        key."""
+        Raises ValueError for an empty key."""
         now = time.monotonic()
-        group = _ALL_SIMPLE if share else ""
         self._pepper = secrets.token_bytes(32)
         self._simple: dict[bytes, Key] = {}
         for text in simple:
@@ -98,7 +94,7 @@ class Keyring:
             digest = self._digest(text.encode())
             # The label distinguishes keys and reveals nothing: its salt is this process's own.
             name = f"option:{digest[:_OPTION_NAME_BYTES].hex()}"
-            self._simple[digest] = Key(name, name, group, Quota(KeyLimits(), now))
+            self._simple[digest] = Key(name, name, "", Quota(KeyLimits(), now))
         self._by_id: dict[str, Key] = {}
         self._anonymous: Key | None = None
         if not self._simple and not from_file:

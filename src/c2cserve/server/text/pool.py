@@ -8,7 +8,7 @@ are sent to a process ahead of its answers (`pipeline`).
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from c2cserve.server.text.messages import (
     TextResult,
 )
 from c2cserve.server.text.pipeline import Broken, Displaced, Question, TextProcess
-from c2cserve.server.text.vocabulary import TokenizerError, Vocabulary
+from c2cserve.server.text.vocabulary import TokenizerError, Vocabularies, Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ _RETRY_S = 5.0
 _ANOTHER_S = 2.0
 """How long after the first process the others are started, unless a request waits for one before.
 Their imports would otherwise delay the server's first answer."""
+_START_RETRY_S = 0.5
+"""How soon a process is started again that could not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +65,53 @@ class TextPool:
     `close`."""
 
     def __init__(self, settings: TextSettings, vocabularies: int) -> None:
-        """`vocabularies`: the most to keep; the least recently used ones make way. Models with
-        equal files have one together."""
+        """`vocabularies`: the most to keep."""
         self._settings = settings
         self._assigned: dict[TextProcess, Assigned] = {}
         """Process -> the requests that have it."""
         self._waiting: dict[Claim, _Waiting] = {}
         """Those without a process, the one that has waited longest first."""
         self._sharing = Sharing(settings.processes)
-        self._vocabularies: OrderedDict[str, Vocabulary] = OrderedDict()
-        """Version -> its vocabulary, the least recently used first."""
-        self._vocabularies_max = vocabularies
+        self._vocabularies = Vocabularies(vocabularies)
         self._settling: set[Claim] = set()
         """Those whose clients left, while a process still works for them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._others: asyncio.TimerHandle | None = None
         """Starts those processes that are not started yet."""
+        self._start_failed = False
         self.killed: Counter[str] = Counter({"timeout": 0, "broken": 0, "cancelled": 0})
         """Reason -> processes that were replaced for it."""
 
     def start(self) -> None:
         self._assigned = {self._process(): Assigned()}
-        loop = asyncio.get_running_loop()
-        self._others = loop.call_later(_ANOTHER_S, self._start_others)
+        self._others = asyncio.get_running_loop().call_later(_ANOTHER_S, self._start_others)
 
     def _start_others(self) -> None:
         """Start the processes that are not started yet."""
         if self._others is not None:
             self._others.cancel()
             self._others = None
-            while len(self._assigned) < self._settings.processes:
-                self._assigned[self._process()] = Assigned()
+            while len(self._assigned) < self._settings.processes and self._start_another():
+                pass
+
+    def _start_another(self) -> bool:
+        """Start a process. Return whether that worked; if not, it is tried again soon."""
+        try:
+            self._assigned[self._process()] = Assigned()
+        except OSError as error:  # no descriptors or processes are left: that is not for ever
+            if not self._start_failed:
+                log.error("a text process cannot be started now: %s", error)
+            self._start_failed = True
+            if self._others is None:
+                loop = asyncio.get_running_loop()
+                self._others = loop.call_later(_START_RETRY_S, self._start_again)
+            return False
+        self._start_failed = False
+        return True
+
+    def _start_again(self) -> None:
+        self._start_others()
+        self._hand_out()
 
     def _process(self) -> TextProcess:
         return TextProcess(self._settings, self._ended)
@@ -118,8 +136,7 @@ class TextPool:
 
     def forget(self, model: str) -> None:
         """Drop all data of a model that was removed or reloaded."""
-        for version in [one for one in self._vocabularies if name_of(one) == model]:
-            del self._vocabularies[version]
+        self._vocabularies.forget(model)
         for process in self._assigned:
             process.forget(model)
 
@@ -171,7 +188,7 @@ class TextPool:
         if (vocabulary := self._used(process, version)) is not None:
             return vocabulary
         limit_s = self._settings.load_timeout_s
-        known = {one.digest: one for one in self._vocabularies.values()}
+        known = self._vocabularies.by_digest()
         try:
             answer = await process.open(files, claim, known, limit_s)
         except TimeoutError as error:
@@ -186,10 +203,7 @@ class TextPool:
             except TokenizerError as error:
                 raise unservable(version, str(error)) from error
         assert vocabulary is not None
-        self._vocabularies[version] = vocabulary
-        self._vocabularies.move_to_end(version)
-        while len({one.digest for one in self._vocabularies.values()}) > self._vocabularies_max:
-            self._vocabularies.popitem(last=False)
+        self._vocabularies.put(version, vocabulary)
         return vocabulary
 
     # ---- processes ----------------------------------------------------------------------------
@@ -211,8 +225,7 @@ class TextPool:
             raise
         except Broken as error:
             lost = "broken"
-            text = "the request could not be tokenized: its process ended"
-            raise ApiError(500, text) from error
+            raise ApiError(500, "the request could not be tokenized: its process ended") from error
         finally:
             if claim not in self._settling:
                 self._give_back(lent.process, claim, lost)
@@ -300,10 +313,8 @@ class TextPool:
     def _used(self, process: TextProcess, version: str) -> Vocabulary | None:
         """Note a use of a version, and return its vocabulary. None: the version must be opened
         before, in the process or here."""
-        vocabulary = self._vocabularies.get(version)
-        if vocabulary is None or not process.has(version):
+        if not process.has(version) or (vocabulary := self._vocabularies.use(version)) is None:
             return None
-        self._vocabularies.move_to_end(version)
         process.use(version)
         return vocabulary
 
@@ -374,7 +385,7 @@ class TextPool:
         log.warning("text process %d is replaced: %s", process.pid, reason)
         del self._assigned[process]
         self._run(process.end())
-        self._assigned[self._process()] = Assigned()
+        self._start_another()
 
     @staticmethod
     def _crowded() -> ApiError:

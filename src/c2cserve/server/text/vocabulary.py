@@ -4,12 +4,14 @@ A tokenizer takes a second to load and holds the interpreter's lock meanwhile. S
 only its vocabulary, which a text process sends (server/text/pool.py).
 """
 
+from collections import OrderedDict
 from copy import copy
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 
+from c2cserve.core.model import name_of
 from c2cserve.files.reading import one_line
 
 
@@ -106,6 +108,35 @@ class Vocabulary:
             return int(raw[3:5], 16)
         except ValueError:
             return None
+
+
+class Vocabularies:
+    """Those of models' versions. The least recently used ones make way."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: models with equal files have one together."""
+        self._most = most
+        self._of: OrderedDict[str, Vocabulary] = OrderedDict()
+
+    def by_digest(self) -> dict[str, Vocabulary]:
+        return {one.digest: one for one in self._of.values()}
+
+    def use(self, version: str) -> Vocabulary | None:
+        """Return the vocabulary of a version, as the one that was used last."""
+        if version in self._of:
+            self._of.move_to_end(version)
+        return self._of.get(version)
+
+    def put(self, version: str, vocabulary: Vocabulary) -> None:
+        self._of[version] = vocabulary
+        self._of.move_to_end(version)
+        while len(self.by_digest()) > self._most:
+            self._of.popitem(last=False)
+
+    def forget(self, model: str) -> None:
+        """Drop those of all versions of a model."""
+        for version in [one for one in self._of if name_of(one) == model]:
+            del self._of[version]
 
 
 def _decoder(text: str) -> Any:

@@ -17,7 +17,7 @@ from c2cserve.core.request import Delta, Job
 from c2cserve.policy.by_name import relays_tokens
 from c2cserve.policy.cluster.admission import BURST_S
 from c2cserve.policy.cluster.entrance import Entrance, Newcomer
-from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot, Superseded
+from c2cserve.runtime.gateway import ModelFiles, Refused, SliceStatus, Snapshot, Superseded
 from c2cserve.serving.controller.changes import ModelChanges
 from c2cserve.serving.controller.controller import Controller, Loop
 from c2cserve.serving.controller.directory import BrokenModel, Directory, ModelRecord
@@ -25,7 +25,12 @@ from c2cserve.serving.controller.fleet import Fleet
 from c2cserve.serving.controller.host import HostedModel, ModelHost
 from c2cserve.serving.controller.jobs import JobTable, LiveJob
 from c2cserve.serving.controller.output_stream import FairDelivery, Output, OutputStream
-from c2cserve.serving.controller.snapshot import BusyShares, take_snapshot
+from c2cserve.serving.controller.snapshot import (
+    BusyShares,
+    find_places,
+    slice_statuses,
+    take_snapshot,
+)
 from c2cserve.serving.controller.world import ControllerWorld
 
 _SWITCH_S = 0.0005
@@ -125,7 +130,9 @@ class LiveGateway:
 
     def _ended(self, reason: str | None) -> None:
         self._draining = True
-        for live in self._jobs.clear():
+        # Jobs may have been posted after the controller last looked.
+        posted = [one for one in self._world.inbox.take() if isinstance(one, LiveJob)]
+        for live in (*self._jobs.clear(), *posted):
             live.sink(Refused(503, reason or "the server is shutting down"))
         self._flush()
         self._changes.end()
@@ -235,9 +242,13 @@ class LiveGateway:
             policy=self._policy,
         )
 
+    def _slices(self) -> Sequence[SliceStatus]:
+        slots, places = list(self._fleet.slots.values()), find_places(self._directory)
+        return slice_statuses(slots, places, self._busy, self._fleet.settings.stall_timeout_s)
+
     @property
     def ready(self) -> bool:
-        sound = any(one.state == "up" and not one.trouble for one in self.snapshot().slices)
+        sound = any(one.state == "up" and not one.trouble for one in self._slices())
         return not self._draining and sound
 
     @property
@@ -246,7 +257,7 @@ class LiveGateway:
         turning = alive and time.monotonic() - self._world.last_tick_s < _STALLED_S
         if not turning or self._fleet.outage(time.monotonic()) is not None:
             return False
-        up = [one for one in self.snapshot().slices if one.state == "up"]
+        up = [one for one in self._slices() if one.state == "up"]
         return not (up and all(one.trouble for one in up))
 
     def models(self) -> Sequence[ModelStatus]:

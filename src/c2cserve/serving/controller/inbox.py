@@ -12,7 +12,7 @@ from c2cserve.serving.controller.jobs import LiveJob
 
 
 class Inbox:
-    """The controller's thread takes from it; any thread may call the rest."""
+    """The controller's thread takes from it, until that ends; any thread may call the rest."""
 
     def __init__(self) -> None:
         self._items: deque[ClusterEvent | LiveJob] = deque()

@@ -61,8 +61,9 @@ class LoadedModels:
                 self._attach(record, self._fleet.up)
             case ModelLoaded(model):
                 record = self._directory.get(model)
-                if record.state is ModelState.LOADING:
-                    record.state = ModelState.READY
+                if record.state is not ModelState.LOADING:
+                    return False  # given up before this event arrived: it is not in the pool
+                record.state = ModelState.READY
                 self._counters["model_loads"] += 1
             case ModelFailed(model, reason):
                 log.error("model %s: %s", model, reason)

@@ -1,9 +1,9 @@
 """The live server's state for `/metrics`, the admin API and `c2cserve top`."""
 
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from c2cserve.core.model import ModelState, ModelStatus, name_of
 from c2cserve.core.policy_names import OWN, PolicyName
@@ -77,6 +77,7 @@ def take_snapshot(
     `refused_early`: requests that were refused before they reached the controller."""
     counts = _by_name(jobs.counts())
     up = {slot.slice.id for slot in slots if slot.state == "up"}
+    places = find_places(directory)
     totals = {
         **dict.fromkeys(COUNTERS, 0),
         **counters,
@@ -90,8 +91,8 @@ def take_snapshot(
         instance=instance,
         started_s=started_s,
         draining=draining,
-        slices=tuple(_slice_status(slot, directory, busy, stall_timeout_s) for slot in slots),
-        models=tuple(_status(model, host, directory, up, counts) for model in directory.models()),
+        slices=slice_statuses(slots, places, busy, stall_timeout_s),
+        models=tuple(_status(model, host, places, up, counts) for model in directory.models()),
         pool_used_bytes=host.used_bytes,
         pool_budget_bytes=host.budget_bytes,
         running=sum(running for running, _ in counts.values()),
@@ -100,6 +101,29 @@ def take_snapshot(
         policy=policy,
         counters={name: float(count) for name, count in totals.items()},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where models are active, and where they were given up; versions count as their model."""
+
+    slices: Mapping[str, set[str]]
+    """Catalogue id -> slices on which it is active."""
+    active: Mapping[str, set[str]]
+    """Slice -> catalogue ids."""
+    failed: Mapping[str, set[str]]
+
+
+def find_places(directory: Iterable[ModelRecord]) -> Places:
+    slices, active, failed = (defaultdict[str, set[str]](set) for _ in range(3))
+    for record in directory:
+        # The controller's thread changes both meanwhile: a copy is one operation.
+        for slice_id in record.slices.copy():
+            slices[record.name].add(slice_id)
+            active[slice_id].add(record.name)
+        for slice_id in record.failing.copy():
+            failed[slice_id].add(record.name)
+    return Places(slices, active, failed)
 
 
 def _by_name(counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
@@ -114,7 +138,7 @@ def _by_name(counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
 def _status(
     model: ModelRecord | BrokenModel,
     host: ModelHost,
-    directory: Directory,
+    places: Places,
     up: set[str],
     counts: dict[str, tuple[int, int]],
 ) -> ModelStatus:
@@ -128,7 +152,6 @@ def _status(
         )  # fmt: skip
     record, spec = model, model.hosted.spec
     running, waiting = counts.get(spec.name, (0, 0))
-    slices = {one for version in directory if version.name == spec.name for one in version.slices}
     failing = record.failing.copy()
     everywhere = bool(up) and up <= failing.keys()
     state = ModelState.FAILED if everywhere else record.state
@@ -141,7 +164,7 @@ def _status(
         loaded_bytes=host.loaded_bytes(spec.id),
         pinned=spec.pinned,
         priority=spec.priority,
-        active_slices=tuple(sorted(slices)),
+        active_slices=tuple(sorted(places.slices.get(spec.name, ()))),
         running=running,
         waiting=waiting,
         created_s=record.created_s,
@@ -171,8 +194,14 @@ def _down(slot: WorkerSlot, now: float) -> str:
     return f"{slot.failures} workers in a row have failed, the last one: {slot.reason}{due}"
 
 
+def slice_statuses(
+    slots: Iterable[WorkerSlot], places: Places, busy: BusyShares, stall_timeout_s: float
+) -> tuple[SliceStatus, ...]:
+    return tuple(_slice_status(slot, places, busy, stall_timeout_s) for slot in slots)
+
+
 def _slice_status(
-    slot: WorkerSlot, directory: Directory, busy: BusyShares, stall_timeout_s: float
+    slot: WorkerSlot, places: Places, busy: BusyShares, stall_timeout_s: float
 ) -> SliceStatus:
     """Return a slice's status. A slice without a worker shows zeros."""
     worker = slot.worker
@@ -184,8 +213,8 @@ def _slice_status(
         last_model = name_of(worker.attached[last]) if 0 <= last < len(worker.attached) else ""
         stalled_s = worker.stalled_s(now)
     up = worker is not None and worker.up
-    active = tuple(sorted({r.name for r in directory if slot.slice.id in r.slices}))
-    failed = tuple(sorted({r.name for r in directory if slot.slice.id in r.failing}))
+    active = tuple(sorted(places.active.get(slot.slice.id, ())))
+    failed = tuple(sorted(places.failed.get(slot.slice.id, ())))
     return SliceStatus(
         **asdict(stats),
         id=slot.slice.id,

@@ -15,6 +15,9 @@ TELL_S = 0.25
 """How often a front tells the others."""
 _GONE_S = 3.0
 """A front that is silent for so long runs nothing any more, as far as others know."""
+_FORGOTTEN_S = 60.0
+"""What it said last cannot arrive again after so long, by way of a slow node. A front that starts
+again has another name."""
 
 
 @dataclass(slots=True)
@@ -33,29 +36,36 @@ class KeyLimits:
         self._front = front
         self._keyring = keyring
         self._number = 0
-        self._notified: dict[str, tuple[int, int, int]] = {}
-        """Key -> what it had used here, and ran, when the others were told last."""
+        self._noted: dict[str, tuple[Quota, int, int, int]] = {}
+        """Key -> its quota; and what it had used here, and ran, when `news` was asked for last.
+        Keys without limits are noted too: a limit counts from when a key gets it."""
         self._others: dict[str, _Other] = {}
+
+    def news(self) -> KeyUse | None:
+        """Return what to tell the others, None if nothing has changed and nothing runs."""
+        keys: dict[str, tuple[int, int, int]] = {}
+        noted, self._noted = self._noted, {}
+        for key in self._keyring.present():
+            if key.record is None:
+                continue
+            name, quota = key.record.id, key.quota
+            before, requests, tokens, running = noted.get(name, (quota, 0, 0, 0))
+            if before is not quota:  # the key was gone for a while, and has begun anew
+                requests = tokens = running = 0
+            now = quota.requests, quota.tokens, quota.running
+            if _shared(key) and (quota.running or now != (requests, tokens, running)):
+                keys[name] = quota.requests - requests, quota.tokens - tokens, quota.running
+            self._noted[name] = quota, *now
+        if not keys:
+            return None
+        self._number += 1
+        return KeyUse(self._front, self._number, keys)
 
     def _limited(self) -> dict[str, Quota]:
         return {
             key.record.id: key.quota for key in self._keyring.present()
             if key.record is not None and _shared(key)
         }  # fmt: skip
-
-    def news(self) -> KeyUse | None:
-        """Return what to tell the others, None if nothing has changed and nothing runs."""
-        keys: dict[str, tuple[int, int, int]] = {}
-        for name, quota in self._limited().items():
-            requests, tokens, running = self._notified.get(name, (0, 0, 0))
-            now = quota.requests, quota.tokens, quota.running
-            if quota.running or now != (requests, tokens, running):
-                keys[name] = quota.requests - requests, quota.tokens - tokens, quota.running
-                self._notified[name] = now
-        if not keys:
-            return None
-        self._number += 1
-        return KeyUse(self._front, self._number, keys)
 
     def take(self, use: KeyUse, now: float) -> None:
         """Charge what another front let in, once however often it is told."""
@@ -76,6 +86,8 @@ class KeyLimits:
         freed = any(self._others[one].running for one in gone)
         for one in gone:
             self._others[one].running.clear()
+            if now - self._others[one].heard_s > _FORGOTTEN_S:
+                del self._others[one]
         if freed:
             self._count_running(self._limited())
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from c2cserve.core.model import ModelSpec, ModelState, ModelStatus
 from c2cserve.runtime.gateway import ModelFiles, Refused
@@ -84,26 +83,21 @@ class FrontModels:
     def _status(
         self, hosted: HostedModel, said: Iterable[tuple[str, ModelStatus]]
     ) -> ModelStatus:  # fmt: skip
-        spec = hosted.spec
-        whole = ModelStatus(
-            id=spec.name, aliases=hosted.aliases, state=ModelState.COLD,
-            max_context=spec.max_context, weight_bytes=spec.weight_bytes, loaded_bytes=0,
-            pinned=spec.pinned, priority=spec.priority, created_s=self._created_s,
+        spec, found = hosted.spec, list(said)
+        states = [one.state for _, one in found if one.state in _ORDER]
+        return ModelStatus(
+            id=spec.name, aliases=hosted.aliases,
+            state=min(states, key=_ORDER.index, default=ModelState.COLD),
+            max_context=spec.max_context, weight_bytes=spec.weight_bytes,
+            loaded_bytes=max((one.loaded_bytes for _, one in found), default=0),
+            pinned=spec.pinned, priority=spec.priority,
+            active_slices=tuple(f"{node}/{s}" for node, one in found for s in one.active_slices),
+            running=sum(one.running for _, one in found),
+            waiting=sum(one.waiting for _, one in found),
+            created_s=self._created_s,
+            error=next((one.error for _, one in found if one.error), ""),
+            failed_slices=tuple(f"{node}/{s}" for node, one in found for s in one.failed_slices),
         )  # fmt: skip
-        states: list[ModelState] = []
-        for node, one in said:
-            states.append(one.state)
-            whole = replace(
-                whole,
-                loaded_bytes=max(whole.loaded_bytes, one.loaded_bytes),
-                active_slices=(*whole.active_slices, *(f"{node}/{s}" for s in one.active_slices)),
-                running=whole.running + one.running,
-                waiting=whole.waiting + one.waiting,
-                error=whole.error or one.error,
-                failed_slices=(*whole.failed_slices, *(f"{node}/{s}" for s in one.failed_slices)),
-            )
-        best = min((s for s in states if s in _ORDER), key=_ORDER.index, default=ModelState.COLD)
-        return replace(whole, state=best)
 
     def _failed(self, broken: BrokenModel) -> ModelStatus:
         return ModelStatus(

@@ -135,7 +135,13 @@ class FrontServer:
         has."""
         joined, delay_s = False, _REJOIN_S
         while True:
-            process = await self._start_members()
+            try:
+                process = await self._start_members()
+            except OSError as error:  # no processes or descriptors are left: that is not for ever
+                log.error("the membership process cannot be started now: %s", error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(_REJOIN_MOST_S, 2.0 * delay_s)
+                continue
             try:
                 assert process.stdout is not None
                 heard = await follow(process.stdout, gateway.members)
