@@ -16,9 +16,10 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.policy_names import OWN, PolicyName
 from c2cserve.core.request import SamplingDefaults
 from c2cserve.devices.plan import SliceWishes
-from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
+from c2cserve.memory.pool import Listener, Pool
 from c2cserve.policy.by_name import cluster_policy
 from c2cserve.policy.cluster.admission import AdmissionSettings
+from c2cserve.processes.instances import remove_dead_runs
 from c2cserve.runtime.record import Record, both
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.dashboard.live import TickTap

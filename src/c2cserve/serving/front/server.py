@@ -16,9 +16,9 @@ from c2cserve.catalog.file import Catalog
 from c2cserve.catalog.roots import roots_of
 from c2cserve.cluster.membership import MemberOrder
 from c2cserve.core.events import ClusterEvent
-from c2cserve.memory.pool import remove_dead_runs
 from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.policy.fleet.policy import FleetPolicy
+from c2cserve.processes.instances import remove_dead_runs
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
 from c2cserve.server.access.gate import Gate
