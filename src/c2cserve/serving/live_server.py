@@ -38,9 +38,9 @@ from c2cserve.serving.logs import LogFormat
 from c2cserve.serving.run_signals import RunSignals, hang_ups_of
 from c2cserve.serving.start_signals import StartSignals
 from c2cserve.serving.startup import (
-    check_open_files,
     check_pinned,
     fitting_policy,
+    open_files,
     plan_machine,
     prepare_models,
 )
@@ -102,7 +102,7 @@ class LiveServer:
         )
         slices, budget = plan.slices, plan.pool_bytes
         self._policy = fitting_policy(settings.policy, slices)
-        check_open_files(len(slices), settings.server.text.processes)
+        open_files(len(slices), settings.server.text.processes)
         pool = partial(
             make_pool, self._instance, settings.pool_dir, budget, nodes=plan.pool_nodes
         )  # fmt: skip

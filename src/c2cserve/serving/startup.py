@@ -21,6 +21,7 @@ from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpu
 from c2cserve.kernels.native import KernelsMissing, chosen_isa, load_library
 from c2cserve.policy.by_name import hybrid_alpha
 from c2cserve.runtime.gateway import Refused
+from c2cserve.server.connections import raise_file_limit
 from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.directory import BrokenModel
 from c2cserve.serving.controller.host import HostedModel
@@ -107,9 +108,11 @@ def fitting_policy(policy: PolicyName, slices: Sequence[Slice]) -> PolicyName:
     return "sllm+c"
 
 
-def check_open_files(slices: int, text_processes: int) -> None:
-    """Raise CliError if the server may not have as many files open as it needs without clients."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def open_files(slices: int, text_processes: int) -> int:
+    """Return how many files the server may have open, after raising the limit to the most.
+
+    Raises CliError if that is less than it needs without clients."""
+    files = raise_file_limit()
     needed = _OWN_FILES + slices * _SLICE_FILES + text_processes * _TEXT_FILES
     if files != resource.RLIM_INFINITY and files < needed:
         raise CliError(
@@ -117,6 +120,7 @@ def check_open_files(slices: int, text_processes: int) -> None:
             "with one more for each client: run `ulimit -n 65536` before it"
             " (systemd: LimitNOFILE=65536, docker: --ulimit nofile=65536)"
         )
+    return files
 
 
 def check_cpu_kernels() -> None:

@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from c2cserve.core.machine import GpuShare, Slice
-from c2cserve.serving.startup import check_open_files, fitting_policy
+from c2cserve.serving.startup import fitting_policy, open_files
 from c2cserve.terminal.output import CliError
 
 
@@ -19,10 +19,10 @@ def test_a_server_says_how_many_open_files_it_needs(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     if enough:
-        check_open_files(slices, texts)
+        assert open_files(slices, texts) == files
         return
     with pytest.raises(CliError) as caught:
-        check_open_files(slices, texts)
+        open_files(slices, texts)
     needed = 64 + 8 * slices + 4 * texts
     said = f"{files} open files are allowed (ulimit -n), and this server needs at least {needed}"
     assert str(caught.value).startswith(said)
@@ -31,7 +31,7 @@ def test_a_server_says_how_many_open_files_it_needs(
 
 def test_no_limit_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    check_open_files(64, 8)
+    open_files(64, 8)
 
 
 def test_a_policy_fits_the_slices_or_says_what_does(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,7 @@ from c2cserve.serving.live_server import LiveSettings, make_pool
 from c2cserve.serving.node.spec import node_spec
 from c2cserve.serving.run_signals import RunSignals, hang_ups_of
 from c2cserve.serving.start_signals import StartSignals
-from c2cserve.serving.startup import check_open_files, prepare_models
+from c2cserve.serving.startup import prepare_models
 from c2cserve.terminal.output import CliError
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,6 @@ class FrontServer:
         settings = self._settings
         for dead in remove_dead_runs(settings.pool_dir):
             log.warning("removed what the killed server %s left in shared memory", dead)
-        check_open_files(0, settings.server.text.processes)
         # The pool of a front stays empty: it is where vocabularies lie, and goes with the run.
         pool = partial(make_pool, self._instance, settings.pool_dir, _ANY_BYTES)
         roots = roots_of(self._catalog, settings.model_roots)
