@@ -25,7 +25,7 @@ from c2cserve.server.connections import raise_file_limit
 from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.directory import BrokenModel
 from c2cserve.serving.controller.host import HostedModel
-from c2cserve.terminal.output import CliError, CliErrors
+from c2cserve.terminal.output import CliError, CliErrors, show_bytes
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,12 @@ def plan_machine(
     if pool_bytes is None:
         paused = sum(one.host_kv_bytes for one in slices)
         pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
+    elif pool_bytes > machine.shm_free_bytes:
+        log.warning(
+            "--pool-bytes allows %s, and %s has %s free: models that find no room there fail."
+            " Give it a larger filesystem (--shm-size in a container), or allow less",
+            show_bytes(pool_bytes), pool_dir, show_bytes(machine.shm_free_bytes),
+        )  # fmt: skip
     return MachinePlan(slices, pool_bytes, nodes)
 
 
