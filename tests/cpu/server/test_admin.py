@@ -102,6 +102,20 @@ def test_keys(locked: Served, method: str, path: str, right: str) -> None:
     assert status(locked, method, path, right) == 200
 
 
+@pytest.mark.parametrize(
+    ("headers", "says"),
+    [
+        ({}, "You did not provide an admin key"),
+        ({"authorization": "Bearer key-1"}, "Incorrect admin key provided"),
+    ],
+)
+def test_a_missing_admin_key_is_no_wrong_api_key(
+    locked: Served, headers: dict[str, str], says: str
+) -> None:
+    answer = locked.http.get(f"{locked.url}/admin/models", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (401, says)
+
+
 def test_health_needs_no_key(locked: Served) -> None:
     for path in ("/health", "/ready", "/version"):
         assert status(locked, "GET", path, None) == 200
