@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "catalog": {"core", "files"},
     "grammars": {"core"},
     "kernels": {"core"},
-    "memory": {"core", "files", "kernels"},
+    "memory": {"core", "files", "kernels", "processes"},
     "transfer": {"core", "kernels"},
     "devices": {"core"},
     "engine": {"core", "files", "grammars", "kernels", "memory", "transfer", "devices"},

@@ -45,6 +45,14 @@ def _machine(cost: float) -> dict[str, Any]:
     return {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "labels": labels}
 
 
+def _joined_address() -> str:
+    return str(ray.get_runtime_context().gcs_address) if ray.is_initialized() else ""
+
+
+def _join(address: str) -> None:
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+
+
 class Machines:
     """A Ray cluster whose raylets stand for machines. Started by `with`."""
 
@@ -59,6 +67,8 @@ class Machines:
         self._cluster: Any = None
         self._orphans: list[int] | None = None
         """The nodes, when there is no head any more to ask."""
+        self._left = ""
+        """The cluster that this process was a member of before."""
 
     def __enter__(self) -> Self:
         args = {**_machine(self._cost), "include_dashboard": False}
@@ -68,7 +78,11 @@ class Machines:
         for _ in range(self._count - 1):
             self.add()
         if self._joined:
-            ray.init(address=self.address, namespace=NAMESPACE, log_to_driver=False)
+            # A process is in one cluster at a time: it leaves that of the session for this one.
+            self._left = _joined_address()
+            if self._left:
+                ray.shutdown()
+            _join(self.address)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -81,6 +95,8 @@ class Machines:
             kill_group(pid)
         ray.shutdown()
         self._cluster.shutdown()
+        if self._left:
+            _join(self._left)
 
     def _pids(self) -> list[int]:
         return [one.pid for one in self.states() if one.pid]

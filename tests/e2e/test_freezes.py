@@ -90,7 +90,7 @@ def test_health_answers_through_all_of_it(
                 number += 1
 
         hammers = [threading.Thread(target=hammer, args=(3 * i,)) for i in range(6)]
-        with HealthWatch(process.port) as health:
+        with HealthWatch(process.port, process.process.pid) as health:
             for thread in hammers:
                 thread.start()
             while time.monotonic() < until:

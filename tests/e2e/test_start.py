@@ -59,6 +59,22 @@ def test_bad_catalogue(tmp_path: Path, text: str, says: str) -> None:
     assert len(message.splitlines()) == 1, message
 
 
+@pytest.mark.parametrize("files", [12, 64])
+def test_too_few_open_files(tmp_path: Path, files: int) -> None:
+    """Fewer than an event loop takes, and fewer than a server with one slice takes."""
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -n {files}; exec "$0" "$@"', sys.executable, "-m",
+         "c2cserve.cli.main", "serve", "--catalog", str(CATALOG), "--port", "0",
+         "--pool-dir", str(tmp_path), "--slices", "1"],
+        stderr=subprocess.PIPE, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert f"{files} open files are allowed" in line
+    assert "ulimit -n 65536" in line
+    assert not list(tmp_path.iterdir())
+
+
 def test_missing_catalogue(tmp_path: Path) -> None:
     code, message = start(tmp_path, tmp_path / "none.toml")
     assert code != 0

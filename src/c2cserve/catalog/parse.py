@@ -149,7 +149,7 @@ def _mistake(problem: Mapping[str, Any], names: Iterable[str]) -> KeyMistake:
         wanted = (
             "a repository id such as Qwen/Qwen3-8B"
             if root == "hub"
-            else "letters, digits and . _ : / @ + - (first a letter or digit)"
+            else "ASCII letters, digits and . _ : / @ + - (first a letter or digit)"
         )
     else:
         wanted = str(problem["msg"]).removeprefix("Input should be ").removeprefix("a valid ")

@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from c2cserve.cluster.agent import AgentState
-from c2cserve.cluster.membership import NoCluster, agents_of, describe, join
+from c2cserve.cluster.membership import NoCluster, agents_of, describe, join, stop_agents
 from c2cserve.terminal.output import CliError, console, show_bytes
 
 app = typer.Typer(no_args_is_help=True, help="Show, drain and stop the nodes of a cluster.")
@@ -51,12 +51,16 @@ def resume(node: NodeName, address: Address = "auto") -> None:
 
 @app.command()
 def stop(address: Address = "auto") -> None:
-    """End all nodes and their agents. Fronts wait for others."""
+    """End all nodes and their agents, and free their memory. Fronts wait for others."""
     ray, agents = _found(address)
-    for agent, _ in agents.values():
-        ray.get(agent.stop.remote(), timeout=10.0)
-        ray.kill(agent)
-    console().print(f"{len(agents)} nodes stopped")
+    failed = stop_agents(ray, {machine: agent for machine, (agent, _) in agents.items()})
+    count = len(agents)
+    console().print(f"{count} {'node' if count == 1 else 'nodes'} stopped")
+    for machine, reason in failed.items():
+        console().print(
+            f"?-{machine[:6]} did not answer ({reason}): its weights may stay in shared memory "
+            "until the next start there"
+        )
 
 
 def _found(address: str) -> tuple[Any, Mapping[str, tuple[Any, AgentState | str]]]:

@@ -15,7 +15,7 @@ from c2cserve.cli import serve_options as opt
 from c2cserve.cli.access_options import AccessOptions, open_gate, read_tls
 from c2cserve.core.request import SamplingDefaults
 from c2cserve.devices.plan import ANY_GPUS, SliceWishes
-from c2cserve.server.connections import connections_within, raise_file_limit
+from c2cserve.server.connections import connections_within
 from c2cserve.server.settings import (
     ConnectionLimits,
     RequestLimits,
@@ -28,6 +28,7 @@ from c2cserve.serving.key_secrecy import choose_admin_key, hide_keys
 from c2cserve.serving.live_server import LiveServer, LiveSettings
 from c2cserve.serving.logs import setup_logging
 from c2cserve.serving.start_signals import StartSignals
+from c2cserve.serving.startup import open_files
 from c2cserve.terminal.option_groups import grouped
 from c2cserve.terminal.output import CliError
 
@@ -94,8 +95,8 @@ def serve(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
             max_prompt_tokens, max_grammar_chars,
         ), connections=ConnectionLimits(
-            connections_within(max_connections, raise_file_limit()), max_header_bytes, max_headers,
-            head_timeout, body_timeout, idle_timeout, send_timeout,
+            connections_within(max_connections, open_files(0, text_processes)), max_header_bytes,
+            max_headers, head_timeout, body_timeout, idle_timeout, send_timeout,
         ), text=TextSettings(text_processes, text_timeout), access=access.settings(host),
     )  # fmt: skip
     wishes = SliceWishes(

@@ -30,6 +30,7 @@ from c2cserve.cluster.link import NodeAddress, NodeLink, connect
 from c2cserve.core.backoff import back_off_s
 from c2cserve.core.fleet import FleetNode
 from c2cserve.core.request import Delta
+from c2cserve.processes.instances import remove_dead_runs
 from c2cserve.runtime.gateway import Snapshot
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,16 @@ class NodeOrder(msgspec.Struct):
     spec: msgspec.Raw
     cost: float = 0.0
     """What an hour of the machine costs; 0: nothing was said."""
+
+
+class _Settings(msgspec.Struct):
+    pool_dir: str
+
+
+class _Spec(msgspec.Struct):
+    """What an agent reads of the specification that it hands on."""
+
+    settings: _Settings
 
 
 class Announcement(msgspec.Struct):
@@ -141,9 +152,13 @@ class Agent:
         self._changed.set()
 
     def stop(self) -> None:
-        """End the node at once."""
+        """End the node at once, and remove what it has left in its pool's directory. So goes what
+        nodes before it have left; what lives there keeps its files."""
         self._wanted = False
         self._kill()
+        directory = Path(msgspec.json.decode(self._spec, type=_Spec).settings.pool_dir)
+        for dead in remove_dead_runs(directory):
+            log.info("removed what the node %s left in shared memory", dead)
 
     # ---- the node -------------------------------------------------------------------------------
 

@@ -25,6 +25,8 @@ AUTO, LOCAL = "auto", "local"
 COST_LABEL = "c2cserve-cost"
 _POLL_S = 0.5
 _ANSWER_S = 5.0
+_STOP_S = 8.0
+"""How long nodes may take to end. A front that ends kills this process after 10 s."""
 _REACHED_S = 5.0
 """A head that takes no connection within this time is not there."""
 _LOCAL_STORE_BYTES = 80 << 20
@@ -120,6 +122,21 @@ def cost_of(machine: Mapping[str, Any]) -> float:
     except ValueError:
         log.warning("the label %s=%s of a machine is no number", COST_LABEL, said)
         return 0.0
+
+
+def stop_agents(ray: Any, agents: Mapping[str, Any]) -> dict[str, str]:
+    """End all nodes and their agents. Return which agents did not say that theirs has ended, and
+    why: by Ray's id of their node. Their agents end all the same, and the nodes with them."""
+    asked = {node: agent.stop.remote() for node, agent in agents.items()}
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STOP_S)
+    failed: dict[str, str] = {}
+    for node, answer in asked.items():
+        try:
+            ray.get(answer, timeout=0)
+        except ray.exceptions.RayError as error:
+            failed[node] = type(error).__name__
+        ray.kill(agents[node])
+    return failed
 
 
 class Membership:

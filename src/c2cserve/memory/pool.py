@@ -5,8 +5,6 @@ over its budget.
 """
 
 import errno
-import fcntl
-import glob
 import logging
 import math
 import os
@@ -25,20 +23,16 @@ from c2cserve.memory.checkpoint import CheckpointError, TensorSource
 from c2cserve.memory.layout import LayoutPlan
 from c2cserve.memory.loader import LoadCancelled, Loader, Read, pread
 from c2cserve.memory.segment import Segment, State, remove_segment, segment_bytes
+from c2cserve.processes.instances import PREFIX, InstanceTaken, remove_instance, take_instance
 
 log = logging.getLogger(__name__)
 
-PREFIX = "c2cserve"
 _LOADS_AT_ONCE = 2
 _REMOVALS_AT_ONCE = 8
 _UNMAP_S = 30.0
 """How long after an eviction its memory may still be mapped. Workers unmap it between two steps, or
 take its registration with a GPU back before, in pieces with pauses."""
 _RETRY_S = 0.02
-_CLEANER_S = 1.0
-"""How long another server's clean-up may hold a lock that is not its own."""
-_NO_LOCK = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
-"""Errors of opening a lock: its owner has just ended, or is another user, or it is no file."""
 
 
 class PoolError(RuntimeError):
@@ -101,7 +95,10 @@ class Pool:
         self._evicted_at = -math.inf
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(_LOADS_AT_ONCE, thread_name_prefix="pool")
-        self._lock_fd = _take_lock(directory, instance)
+        try:
+            self._lock_fd = take_instance(directory, instance)
+        except InstanceTaken as error:
+            raise PoolError(str(error)) from error
 
     @property
     def prefix(self) -> Path:
@@ -272,85 +269,3 @@ class Pool:
         self._executor.shutdown(wait=True, cancel_futures=True)
         remove_instance(self.directory, self.instance)
         os.close(self._lock_fd)
-
-
-def _lock_path(directory: Path, instance: str) -> Path:
-    return directory / f"{PREFIX}.{instance}.lock"
-
-
-def _take_lock(directory: Path, instance: str) -> int:
-    """Take the instance's lock, and remove the files of a dead run of that name.
-
-    Another server that cleans up at this moment may take the new lock file for a dead run's. It
-    holds the lock for an instant and removes the file, which then has to be made again.
-    """
-    path = _lock_path(directory, instance)
-    deadline = time.monotonic() + _CLEANER_S
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            if time.monotonic() > deadline:
-                raise PoolError(
-                    f"another run has the instance {instance} in {directory}"
-                ) from error
-            time.sleep(_RETRY_S)
-            continue
-        if _names(path, fd):
-            _remove_files(directory, instance)
-            return fd
-        os.close(fd)
-
-
-def _names(path: Path, fd: int) -> bool:
-    """Return whether the path still leads to the open file."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(fd))
-    except FileNotFoundError:
-        return False
-
-
-def _remove_files(directory: Path, instance: str) -> None:
-    for path in directory.glob(f"{PREFIX}.{glob.escape(instance)}.*"):
-        if path != _lock_path(directory, instance):
-            path.unlink(missing_ok=True)
-
-
-def remove_instance(directory: Path, instance: str) -> None:
-    """Remove an instance's files, its lock last."""
-    _remove_files(directory, instance)
-    _lock_path(directory, instance).unlink(missing_ok=True)
-
-
-def remove_dead_runs(directory: Path) -> list[str]:
-    """Remove what killed servers left behind: every instance whose lock is free. Return them.
-
-    Two servers that start at once do not disturb each other: each holds its lock before it creates
-    files. Locks of other users are left alone. A lock's name says which files to remove, and where
-    all users may write, any of them may choose it.
-    """
-    removed: list[str] = []
-    for lock in directory.glob(f"{PREFIX}.*.lock"):
-        try:
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno not in _NO_LOCK:
-                raise
-            continue
-        try:
-            if os.fstat(fd).st_uid != os.geteuid():
-                continue
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue  # alive
-        else:
-            if not _names(lock, fd):
-                continue  # another cleaner was faster, and the name may be in use again
-            instance = lock.name.removeprefix(f"{PREFIX}.").removesuffix(".lock")
-            remove_instance(directory, instance)
-            removed.append(instance)
-        finally:
-            os.close(fd)
-    return removed

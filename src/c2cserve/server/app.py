@@ -216,9 +216,10 @@ class _Routes:
             given = bearer(header) or (basic_password(header) if role == "dashboard" else None)
             if not hmac.compare_digest(given or b"", right):
                 headers = {"www-authenticate": CHALLENGES.get(role, "Bearer")}
-                raise ApiError(
-                    401, "Incorrect API key provided", code="invalid_api_key", headers=headers
+                said = (
+                    "Incorrect admin key provided" if given else "You did not provide an admin key"
                 )
+                raise ApiError(401, said, code="invalid_api_key", headers=headers)
 
     # ---- inference ------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ def connections_within(wanted: int, files: int) -> int:
     allowed = max(1, files - reserve)
     if wanted > allowed:
         log.warning(
-            "%d open files are allowed (ulimit -n): %d connections at once, not %d",
+            "%d open files are allowed (ulimit -n): %d connections at once, not %d; raise it",
             files, allowed, wanted,
         )  # fmt: skip
     return min(wanted, allowed)

@@ -16,10 +16,11 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.policy_names import OWN, PolicyName
 from c2cserve.core.request import SamplingDefaults
 from c2cserve.devices.plan import SliceWishes
-from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
+from c2cserve.memory.pool import Listener, Pool
 from c2cserve.policy.by_name import cluster_policy
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.processes.collector import collect_rarely
+from c2cserve.processes.instances import remove_dead_runs
 from c2cserve.runtime.record import Record, both
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.dashboard.live import TickTap
@@ -38,9 +39,9 @@ from c2cserve.serving.logs import LogFormat
 from c2cserve.serving.run_signals import RunSignals, hang_ups_of
 from c2cserve.serving.start_signals import StartSignals
 from c2cserve.serving.startup import (
-    check_open_files,
     check_pinned,
     fitting_policy,
+    open_files,
     plan_machine,
     prepare_models,
 )
@@ -102,7 +103,7 @@ class LiveServer:
         )
         slices, budget = plan.slices, plan.pool_bytes
         self._policy = fitting_policy(settings.policy, slices)
-        check_open_files(len(slices), settings.server.text.processes)
+        open_files(len(slices), settings.server.text.processes)
         pool = partial(
             make_pool, self._instance, settings.pool_dir, budget, nodes=plan.pool_nodes
         )  # fmt: skip

@@ -21,10 +21,11 @@ from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpu
 from c2cserve.kernels.native import KernelsMissing, chosen_isa, load_library
 from c2cserve.policy.by_name import hybrid_alpha
 from c2cserve.runtime.gateway import Refused
+from c2cserve.server.connections import raise_file_limit
 from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.directory import BrokenModel
 from c2cserve.serving.controller.host import HostedModel
-from c2cserve.terminal.output import CliError, CliErrors
+from c2cserve.terminal.output import CliError, CliErrors, show_bytes
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,12 @@ def plan_machine(
     if pool_bytes is None:
         paused = sum(one.host_kv_bytes for one in slices)
         pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
+    elif pool_bytes > machine.shm_free_bytes:
+        log.warning(
+            "--pool-bytes allows %s, and %s has %s free: models that find no room there fail."
+            " Give it a larger filesystem (--shm-size in a container), or allow less",
+            show_bytes(pool_bytes), pool_dir, show_bytes(machine.shm_free_bytes),
+        )  # fmt: skip
     return MachinePlan(slices, pool_bytes, nodes)
 
 
@@ -107,9 +114,11 @@ def fitting_policy(policy: PolicyName, slices: Sequence[Slice]) -> PolicyName:
     return "sllm+c"
 
 
-def check_open_files(slices: int, text_processes: int) -> None:
-    """Raise CliError if the server may not have as many files open as it needs without clients."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def open_files(slices: int, text_processes: int) -> int:
+    """Return how many files the server may have open, after raising the limit to the most.
+
+    Raises CliError if that is less than it needs without clients."""
+    files = raise_file_limit()
     needed = _OWN_FILES + slices * _SLICE_FILES + text_processes * _TEXT_FILES
     if files != resource.RLIM_INFINITY and files < needed:
         raise CliError(
@@ -117,6 +126,7 @@ def check_open_files(slices: int, text_processes: int) -> None:
             "with one more for each client: run `ulimit -n 65536` before it"
             " (systemd: LimitNOFILE=65536, docker: --ulimit nofile=65536)"
         )
+    return files
 
 
 def check_cpu_kernels() -> None:

@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _allowed(self) -> bool:
         admin = self.state
         if admin.key and self.headers.get("Authorization") != f"Bearer {admin.key}":
-            self._error(401, "Incorrect API key provided")
+            self._error(401, "Incorrect admin key provided")
             return False
         return True
 

@@ -107,7 +107,7 @@ def test_the_servers_reason_is_shown(args: tuple[str, ...], says: str, capsys: A
 def test_key(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with FakeAdmin(model("a"), key="secret") as admin:
         assert run("models", "list", "--url", admin.url) == 1
-        assert "Incorrect API key" in capsys.readouterr().err
+        assert "Incorrect admin key" in capsys.readouterr().err
         assert run("models", "list", "--url", admin.url, "--key", "secret") == 0
         monkeypatch.setenv("C2CSERVE_ADMIN_KEY", "secret")
         assert run("top", "--once", "--url", admin.url) == 0

@@ -6,10 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from c2cserve.cluster.agent import Agent, machine_environment, take_machine_priority
+from c2cserve.processes.instances import take_instance
 
 
 class PlayedProcess:
@@ -26,6 +29,8 @@ class PlayedProcess:
 
     def send_signal(self, number: int) -> None:
         self.signals.append(number)
+
+    def wait(self) -> None: ...
 
 
 @pytest.fixture
@@ -51,6 +56,31 @@ def test_a_node_that_has_ended_is_drained_without_a_signal(agent: Agent) -> None
     node.status = 0
     agent.drain()
     assert not node.signals
+
+
+def test_a_stop_removes_what_killed_nodes_have_left(
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node is killed, so it removes nothing itself. Files of a run that lives stay."""
+    other = take_instance(tmp_path, "living")
+    (tmp_path / "c2cserve.living.model.1").touch()
+    own = take_instance(tmp_path, "own")
+    for name in ("own.m.1", "own.m.1.ctl", "own.cpu0.1.status", "dead.lock", "dead.m.1"):
+        (tmp_path / f"c2cserve.{name}").touch()
+    node = PlayedProcess()
+
+    def kill(pid: int, number: int) -> None:
+        assert (pid, number) == (node.pid, signal.SIGKILL)
+        os.close(own)
+        node.status = -number
+
+    monkeypatch.setattr(os, "killpg", kill)
+    agent._process = node  # pyright: ignore[reportAttributeAccessIssue]
+    agent._spec = msgspec.json.encode({"settings": {"pool_dir": str(tmp_path), "port": 1}})
+    agent.stop()
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["c2cserve.living.lock", "c2cserve.living.model.1"]
+    os.close(other)
 
 
 @pytest.fixture

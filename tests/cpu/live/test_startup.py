@@ -1,12 +1,15 @@
 """What a server checks before it listens."""
 
 import resource
+import shutil
+from pathlib import Path
 
 import pytest
 
 from c2cserve.core.machine import GpuShare, Slice
-from c2cserve.serving.startup import check_open_files, fitting_policy
-from c2cserve.terminal.output import CliError
+from c2cserve.devices.plan import NO_GPUS, SliceWishes
+from c2cserve.serving.startup import fitting_policy, open_files, plan_machine
+from c2cserve.terminal.output import CliError, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -19,10 +22,10 @@ def test_a_server_says_how_many_open_files_it_needs(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     if enough:
-        check_open_files(slices, texts)
+        assert open_files(slices, texts) == files
         return
     with pytest.raises(CliError) as caught:
-        check_open_files(slices, texts)
+        open_files(slices, texts)
     needed = 64 + 8 * slices + 4 * texts
     said = f"{files} open files are allowed (ulimit -n), and this server needs at least {needed}"
     assert str(caught.value).startswith(said)
@@ -31,7 +34,19 @@ def test_a_server_says_how_many_open_files_it_needs(
 
 def test_no_limit_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    check_open_files(64, 8)
+    open_files(64, 8)
+
+
+def test_a_pool_larger_than_its_filesystem_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    wishes = SliceWishes(cpu_slices=1, gpu_slices=NO_GPUS)
+    plan_machine(wishes, tmp_path, 1 << 20)
+    assert "--pool-bytes" not in caplog.text
+    plan_machine(wishes, tmp_path, 2 * free)
+    assert f"--pool-bytes allows {show_bytes(2 * free)}, and {tmp_path} has" in caplog.text
+    assert "--shm-size" in caplog.text
 
 
 def test_a_policy_fits_the_slices_or_says_what_does(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,8 @@ import pytest
 from checkpoints import layered, write_file
 from readers import eventually
 
-from c2cserve.memory.pool import Listener, Pool, PoolError, remove_dead_runs, remove_instance
+from c2cserve.memory.pool import Listener, Pool, PoolError
+from c2cserve.processes.instances import remove_dead_runs, remove_instance
 
 OWNER = """
 import sys, time

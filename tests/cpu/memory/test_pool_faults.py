@@ -17,12 +17,12 @@ from readers import eventually
 
 from c2cserve.kernels.native import KernelsMissing
 from c2cserve.memory import loader as loader_module
-from c2cserve.memory import pool as pool_module
 from c2cserve.memory.checkpoint import CheckpointError, find_files, open_checkpoint, read_header
 from c2cserve.memory.layout import GroupPlan, LayoutPlan, Part, PlanError, TensorPlan
 from c2cserve.memory.loader import Loader
-from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
+from c2cserve.memory.pool import Listener, Pool
 from c2cserve.memory.segment import Segment, State, segment_bytes
+from c2cserve.processes.instances import remove_dead_runs
 
 QUIET = Listener(lambda m: None, lambda m, s, t: None, lambda m, r: None)
 
@@ -165,7 +165,7 @@ def test_a_lock_that_a_cleaner_took_and_removed_is_taken_again(
             remove_dead_runs(pool_dir)  # the other server, just now
         real(fd, operation)
 
-    monkeypatch.setattr(pool_module.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     pool = Pool("me", pool_dir, 1 << 20, QUIET)
     assert (pool_dir / "c2cserve.me.lock").exists()
     assert remove_dead_runs(pool_dir) == []
@@ -186,7 +186,7 @@ def test_a_cleaner_at_work_is_not_another_owner(
             threading.Timer(0.1, os.close, [held]).start()
         real(fd, operation)
 
-    monkeypatch.setattr(pool_module.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     Pool("me", pool_dir, 1 << 20, QUIET).close()
 
 

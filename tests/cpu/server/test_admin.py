@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ from fake_gateway import TIMING
 from prometheus_client.parser import text_string_to_metric_families
 from served import BYTE, PIECE, Served, make_gateway
 from small_tokenizers import EOS
+from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from c2cserve.runtime.gateway import Refused
+from c2cserve.server.app import create_app
 from c2cserve.server.settings import ServerSettings
 
 COMPLETION = {"model": BYTE, "prompt": "hello", "max_tokens": 3}
@@ -100,6 +103,37 @@ def test_keys(locked: Served, method: str, path: str, right: str) -> None:
     for key in (None, "key", right + "x", wrong, "ключ"):
         assert status(locked, method, path, key) == 401
     assert status(locked, method, path, right) == 200
+
+
+OPEN = {"/", "/api/version", "/docs", "/health", "/openapi.json", "/ready", "/version"}
+
+
+def test_every_other_route_needs_a_key(locked: Served) -> None:
+    """The routes are the application's own, so that a new one is asked for its key here."""
+    settings = ServerSettings(api_keys=("key-1",), admin_key="root")
+    opened: set[str] = set()
+    for route in create_app(locked.gateway, settings).routes:
+        assert isinstance(route, Route)
+        path = re.sub(r"\{[^}]*\}", "x", route.path)
+        for method in route.methods or ():
+            answer = status(locked, method, path, None)
+            if answer != 401:
+                opened.add(route.path)
+    assert {one for one in opened if not one.startswith("/docs/")} == OPEN
+
+
+@pytest.mark.parametrize(
+    ("headers", "says"),
+    [
+        ({}, "You did not provide an admin key"),
+        ({"authorization": "Bearer key-1"}, "Incorrect admin key provided"),
+    ],
+)
+def test_a_missing_admin_key_is_no_wrong_api_key(
+    locked: Served, headers: dict[str, str], says: str
+) -> None:
+    answer = locked.http.get(f"{locked.url}/admin/models", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (401, says)
 
 
 def test_health_needs_no_key(locked: Served) -> None:

@@ -252,7 +252,9 @@ async def test_a_local_peer_by_a_foreign_name_is_a_web_page(gateway: FakeGateway
     assert (await ask(gateway, settings, "/v1/models", REMOTE, headers=headers)).status_code == 200
 
 
-@pytest.mark.parametrize("field", ["x-forwarded-for", "forwarded", "via", "x-real-ip"])
+@pytest.mark.parametrize(
+    "field", ["x-forwarded-for", "x-forwarded-host", "forwarded", "via", "x-real-ip"]
+)
 async def test_a_local_proxy_s_clients_are_not_local(gateway: FakeGateway, field: str) -> None:
     headers = {field: "127.0.0.1"}
     answer = await ask(gateway, ServerSettings(), "/admin/state", "127.0.0.1", headers=headers)

@@ -53,6 +53,24 @@ def test_the_methods_of_a_path_are_named(served: Served) -> None:
     assert answer.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "takes"),
+    [
+        ("PUT", "/admin/models", "GET, HEAD, POST"),
+        ("PATCH", "/admin/models/a/b", "DELETE, GET, HEAD"),
+        ("OPTIONS", "/admin/models", "GET, HEAD, POST"),
+    ],
+)
+def test_all_methods_of_a_path_are_named(
+    served: Served, method: str, path: str, takes: str
+) -> None:
+    """Each method of a path is a route of its own; the answer named those of the first."""
+    answer = served.http.request(method, f"{served.url}{path}")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"] == f"{method} {path}: this path takes {takes}"
+    assert answer.headers["allow"] == takes
+
+
 def test_clients_with_a_wrong_address_say_what_is_wrong(served: Served) -> None:
     without = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
     with pytest.raises(openai.NotFoundError, match="did you mean /v1/chat/completions"):

@@ -4,7 +4,7 @@ from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from c2cserve.server.errors import ApiError
 
@@ -18,8 +18,8 @@ def unknown_route(http: HttpRequest, error: HTTPException) -> ApiError:
         case 404:
             return no_such_path(http)
         case 405:
-            allowed = dict(error.headers or {}).get("Allow", "")
-            message = f"{asked}: this path takes {allowed}" if allowed else f"{asked}: not allowed"
+            allowed = _methods(http)
+            return ApiError(405, f"{asked}: this path takes {allowed}", headers={"allow": allowed})
         case _:
             message = f"{asked}: {error.detail}"
     return ApiError(error.status_code, message, headers=error.headers)
@@ -32,6 +32,16 @@ def no_such_path(http: HttpRequest) -> ApiError:
     near = _nearest(http)
     message += f"; did you mean {near}?" if near else "; /docs lists what there is"
     return ApiError(404, message, code="unknown_url")
+
+
+def _methods(http: HttpRequest) -> str:
+    """Return the methods of the path. Each is a route of its own, and the router names the first
+    one's."""
+    found = set[str]()
+    for route in http.app.routes:
+        if isinstance(route, Route) and route.matches(http.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return ", ".join(sorted(found))
 
 
 def _shown_path(http: HttpRequest) -> str:

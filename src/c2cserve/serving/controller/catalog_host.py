@@ -232,7 +232,7 @@ class CatalogHost:
         if size > self.budget_bytes:
             raise CheckpointError(
                 f"it takes {size} bytes of host memory, and the pool's budget is "
-                f"{self.budget_bytes}: raise --pool-bytes"
+                f"{self.budget_bytes}: raise --pool-bytes, and --shm-size in a container"
             )
         return size
 

@@ -5,7 +5,15 @@ import sys
 
 import msgspec
 
-from c2cserve.cluster.membership import LOCAL, MemberOrder, Membership, NoCluster, join
+from c2cserve.cluster.membership import (
+    LOCAL,
+    MemberOrder,
+    Membership,
+    NoCluster,
+    agents_of,
+    join,
+    stop_agents,
+)
 from c2cserve.processes.own_stdout import own_stdout
 from c2cserve.processes.parent_death import end_with, kill_descendants_at_exit
 from c2cserve.serving.front.server import NO_CLUSTER
@@ -29,7 +37,12 @@ def members() -> None:
         ray = join(order.address)
     except NoCluster as error:
         raise CliError(str(error), NO_CLUSTER) from error
-    Membership(ray, bytes(order.spec)).run(said)
+    signal.signal(signal.SIGTERM, _exit)  # again: Ray's own handler prints a trace
+    try:
+        Membership(ray, bytes(order.spec)).run(said)
+    finally:
+        if order.address == LOCAL:
+            stop_agents(ray, agents_of(ray))
 
 
 def _exit(signum: int, frame: object) -> None:

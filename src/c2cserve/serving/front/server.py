@@ -16,10 +16,10 @@ from c2cserve.catalog.file import Catalog
 from c2cserve.catalog.roots import roots_of
 from c2cserve.cluster.membership import MemberOrder
 from c2cserve.core.events import ClusterEvent
-from c2cserve.memory.pool import remove_dead_runs
 from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.policy.fleet.policy import FleetPolicy
 from c2cserve.processes.collector import collect_rarely
+from c2cserve.processes.instances import remove_dead_runs
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
 from c2cserve.server.access.gate import Gate
@@ -37,7 +37,7 @@ from c2cserve.serving.live_server import LiveSettings, make_pool
 from c2cserve.serving.node.spec import node_spec
 from c2cserve.serving.run_signals import RunSignals, hang_ups_of
 from c2cserve.serving.start_signals import StartSignals
-from c2cserve.serving.startup import check_open_files, prepare_models
+from c2cserve.serving.startup import prepare_models
 from c2cserve.terminal.output import CliError
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,6 @@ class FrontServer:
         settings = self._settings
         for dead in remove_dead_runs(settings.pool_dir):
             log.warning("removed what the killed server %s left in shared memory", dead)
-        check_open_files(0, settings.server.text.processes)
         # The pool of a front stays empty: it is where vocabularies lie, and goes with the run.
         pool = partial(make_pool, self._instance, settings.pool_dir, _ANY_BYTES)
         roots = roots_of(self._catalog, settings.model_roots)
