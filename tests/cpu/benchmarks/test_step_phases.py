@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import step_phases
@@ -47,11 +47,7 @@ def test_without_nvml_there_is_no_clock(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_clock_and_power_are_those_of_nvml() -> None:
-    nvml = SimpleNamespace(
-        NVML_CLOCK_SM=1,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetClockInfo=lambda handle, kind: 1755,
-        nvmlDeviceGetPowerUsage=lambda handle: 698_500,
-    )
+    nvml = Mock()
+    nvml.nvmlDeviceGetClockInfo.return_value = 1755
+    nvml.nvmlDeviceGetPowerUsage.return_value = 698_500
     assert step_phases.reader(nvml)() == (1755.0, 698.5)
