@@ -19,7 +19,7 @@ minute on an H200.
 import argparse
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -67,7 +67,7 @@ class Phases(Bench):
 
 
 @contextmanager
-def _sampled(read: Read) -> Iterator[list[Reading]]:
+def _sampled(read: Read) -> Generator[list[Reading]]:
     """Yield a list that fills with readings until the block is left."""
     found: list[Reading] = []
     over = threading.Event()

@@ -17,6 +17,9 @@ pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels are interp
 class HeldMachine(FakeMachine):
     def hold(self, seconds: float) -> None: ...
 
+    def warm_gemms(self) -> tuple[int, float]:
+        return 0, 0.0
+
 
 def test_each_kind_of_step_has_its_times_and_the_gpus_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
