@@ -58,7 +58,8 @@ _LIVE_PAUSE_S = 0.03
 _FIRST_PROMPT = 2100
 """Tokens of the prompt that loads what any prompt needs. Its rows are those of no other one."""
 _KV_BYTES = 28 << 30
-_PREFILL_SEQS = 8
+_PREFILL_TOKENS = 4800
+"""Tokens of prompts that are computed at a time."""
 _WARM = 6
 """Steps before those that count: kernels load, graphs are captured."""
 _TOP = 25
@@ -226,11 +227,13 @@ class Bench:
         print(f"host's side of {self._steps} steps of {_name(decodes, tokens)}:")
         pstats.Stats(profiler).sort_stats("tottime").print_stats(_TOP)
 
-    def _talks(self, count: int) -> list[str]:
-        """So many requests whose prompts are computed."""
-        talks = self._engine.talk("a", CONTEXT, count) if count else []
-        for start in range(0, count, _PREFILL_SEQS):
-            self._engine.step(talks[start : start + _PREFILL_SEQS])
+    def _talks(self, count: int, context: int = 0) -> list[str]:
+        """So many requests whose prompts, of `CONTEXT` tokens if not said, are computed."""
+        length = context or CONTEXT
+        talks = self._engine.talk("a", length, count) if count else []
+        at_once = max(1, _PREFILL_TOKENS // length)
+        for start in range(0, count, at_once):
+            self._engine.step(talks[start : start + at_once])
         return talks
 
     def _batch(self, talks: Sequence[str], tokens: int) -> list[str]:

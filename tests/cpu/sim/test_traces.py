@@ -160,6 +160,35 @@ def test_minutes_may_be_named_by_their_numbers(tmp_path: Path, source: str) -> N
     assert found == [("a", False)] * 5 + [("b", True)] * 7
 
 
+@pytest.mark.parametrize("columns", ["1,3", "0,1", "1,2,4", "1,01"])
+def test_minutes_that_do_not_follow_each_other_are_refused(tmp_path: Path, columns: str) -> None:
+    """The requests of the others were left out in silence."""
+    counts = ",".join("2" for _ in columns.split(","))
+    minutes = Path(write(tmp_path / "m.csv", f"func,{columns}\na,{counts}\n"))
+    with pytest.raises(TraceError, match="not those from 1 to"):
+        sample_requests(minutes, 0, 0.0, 1e9, {})
+
+
+@pytest.mark.parametrize("count", ["-2", "2.5", "", "x"])
+def test_a_minute_without_a_count_names_its_line(tmp_path: Path, count: str) -> None:
+    minutes = Path(write(tmp_path / "m.csv", f"func,1,2\na,1,1\nb,1,{count}\n"))
+    with pytest.raises(TraceError, match=r"m\.csv:3: .*minute 2"):
+        sample_requests(minutes, 0, 0.0, 1e9, {})
+
+
+def test_a_line_with_more_fields_than_columns_is_refused(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "m.csv", "func,1,2\na,1,1\nb,1,2,3\n"))
+    with pytest.raises(TraceError, match=r"m\.csv:3 has more fields"):
+        sample_requests(path, 0, 0.0, 1e9, {})
+
+
+@pytest.mark.parametrize("t_s", ["nan", "inf", "-inf"])
+def test_a_time_that_is_no_number_names_its_line(tmp_path: Path, t_s: str) -> None:
+    path = write(tmp_path / "t.csv", f"t_s,model\n1.0,a\n{t_s},b\n")
+    with pytest.raises(TraceError, match=r"t\.csv:3: .*finite"):
+        read(Path(path))
+
+
 def test_a_file_of_many_unknown_columns_is_refused_in_one_line(tmp_path: Path) -> None:
     names = ",".join(f"x{i}" for i in range(480))
     path = write(tmp_path / "x.csv", f"{names}\n" + ",".join(["1"] * 480) + "\n")

@@ -51,7 +51,7 @@ def sample_requests(
         case "windows":
             rows = _windows(lines, seed, start_s, end_s, scale)
         case "minutes":
-            rows = _minutes(lines, seed, start_s, end_s, scale)
+            rows = _minutes(path, lines, seed, start_s, end_s, scale)
         case "clients":
             chosen = [line for line in lines if all(line.get(c) == v for c, v in where.items())]
             if not chosen:
@@ -124,20 +124,46 @@ def _renewal(
 
 
 def _minutes(
-    lines: list[Fields], seed: int, start_s: float, end_s: float, scale: float
+    path: Path, lines: list[Fields], seed: int, start_s: float, end_s: float, scale: float
 ) -> Iterator[Row]:
     [function, *_] = sorted(_FUNCTIONS & lines[0].keys(), reverse=True)
     prefix = "m" if "m1" in lines[0] else ""
-    for line in lines:
+    minutes = _numbers(path, lines[0].keys(), prefix)
+    for number, line in enumerate(lines, 2):
         random = Random(f"{seed}/{line[function]}")
-        minute = 1
-        while (asked := line.get(f"{prefix}{minute}")) is not None:
+        for minute in range(1, minutes + 1):
             begin_s = 60.0 * (minute - 1)
-            for _ in range(round(scale * int(asked))):
+            asked = _count(path, number, line, f"{prefix}{minute}")
+            for _ in range(round(scale * asked)):
                 t_s = begin_s + 60.0 * random.random()
                 if start_s <= t_s < end_s:
                     yield Row(t_s, line[function])
-            minute += 1
+
+
+def _numbers(path: Path, found: Set[str], prefix: str) -> int:
+    """Return how many minutes the columns have. Raises TraceError if they are not 1, 2, ..."""
+    numbered = {
+        name for name in found if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
+    }
+    count = len(numbered)
+    if numbered != {f"{prefix}{minute}" for minute in range(1, count + 1)}:
+        raise TraceError(
+            f"{path.name} has {count} columns of minutes, which are not those from {prefix}1 to"
+            f" {prefix}{count}"
+        )
+    return count
+
+
+def _count(path: Path, number: int, line: Fields, column: str) -> int:
+    try:
+        if (count := int(line[column])) >= 0:
+            return count
+    except (ValueError, TypeError):
+        pass
+    raise TraceError(
+        f"{path.name}:{number}: {line[column]!r} requests in minute {column}: it takes a whole"
+        " number of at least 0"
+    )
 
 
 def _means(

@@ -4,11 +4,14 @@ import csv
 import gzip
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import IO
 
 PREFIX_BLOCK_TOKENS = 512
 """Block size of Mooncake's traces."""
+_SURPLUS = "\0"
+"""The key of fields without a column. An empty name may be that of an index."""
 _NAMED = 6
 """Columns that an error names."""
 
@@ -43,7 +46,10 @@ def fields(path: Path) -> Iterator[Fields]:
     """Yield the rows of a CSV file, plain or gzip. Raises OSError, TraceError."""
     with _open(path) as file:
         try:
-            yield from csv.DictReader(file)
+            for number, line in enumerate(csv.DictReader(file, restkey=_SURPLUS), 2):
+                if _SURPLUS in line:
+                    raise TraceError(f"{path.name}:{number} has more fields than columns")
+                yield line
         except (gzip.BadGzipFile, UnicodeDecodeError, csv.Error, EOFError) as error:
             raise TraceError(f"{path.name} is not CSV: {error}") from error
 
@@ -99,9 +105,12 @@ def read(path: Path, where: Mapping[str, str] | None = None) -> list[Row]:
         if any(line[column] != value for column, value in wanted.items()):
             continue
         try:
-            rows.append(reader(line))
+            row = reader(line)
         except (ValueError, TypeError) as error:
             raise TraceError(f"{path.name}:{number}: {error}") from error
+        if not isfinite(row.t_s):
+            raise TraceError(f"{path.name}:{number}: {row.t_s} is not a finite time")
+        rows.append(row)
     if not rows:
         raise TraceError(f"{path.name} has no requests" + (" like these" if wanted else ""))
     return sorted(rows, key=lambda row: row.t_s)
