@@ -89,6 +89,29 @@ def scaling(wholes: list[dict[str, Any]]) -> Iterator[str]:
                 )
 
 
+BAR = 0.85
+"""Of oneDNN's speed: what products with prompts should reach."""
+
+
+def missed(whole: dict[str, Any]) -> Iterator[str]:
+    """For each level, and each way of many rows: how many products reach the bar beside torch, and
+    beside torch with prepacked weights, and which do not."""
+    records = whole["results"].get("gemm", [])
+    for level in dict.fromkeys(r["level"] for r in records):
+        for over in ("times_torch", "times_prepacked"):
+            cells = [r for r in records if r["level"] == level and over in r]
+            below = [
+                f"{r['model']} {r['matrix']} {r['m']} rows {r[over]:.2f}"
+                for r in cells
+                if r[over] < BAR
+            ]
+            if cells:
+                met = f"{len(cells) - len(below)} of {len(cells)}"
+                yield f"{level}, {over} of {BAR} at least: {met}{'; not ' * bool(below)}" + (
+                    ", ".join(below)
+                )
+
+
 def main() -> None:
     wholes = {name: json.loads(Path(name).read_text()) for name in sys.argv[1:]}
     for name, whole in wholes.items():
@@ -99,6 +122,7 @@ def main() -> None:
         for section, columns in COLUMNS.items():
             if records := whole["results"].get(section):
                 print(f"\n{section}\n{table(records, columns)}")
+        print("", *missed(whole), sep="\n")
     print(*verdict(wholes.values()), sep="\n")
     print(*scaling(list(wholes.values())), sep="\n")
 

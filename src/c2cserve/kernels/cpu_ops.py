@@ -27,7 +27,7 @@ from c2cserve.kernels.sample_rows import pack_rows, unpack_tokens
 
 _THREADS_MAX = 1024
 
-MANY_ROWS = {"parked": 1, "whole": 2}
+MANY_ROWS = {"parked": 1, "whole": 2, "chunks": 3}
 """The ways in which the level `amx` can multiply more than 32 rows (`ManyRows`)."""
 
 

@@ -96,7 +96,8 @@ def test_many_rows_have_the_same_bits_each_way(isa: str) -> None:
     """As those of each row alone."""
     ops = CpuOps(2, isa=isa)
     # Strips, panels and chunks that end before they are whole; a tile of x alone; pairs of tiles.
-    for m, n, k in ((33, 7, 32), (48, 60, 1100), (70, 290, 352), (36, 20, 8300), (530, 40, 64)):
+    shapes = [(33, 7, 32), (48, 60, 1100), (70, 290, 352), (36, 20, 8300), (530, 40, 64)]
+    for m, n, k in [*shapes, (40, 290, 2100), (520, 33, 2090)]:
         spread = noise(n, k, seed=m + 100).mul(2.0).exp()
         x, w = noise(m, k, seed=m), (noise(n, k, seed=m + 50) * spread).bfloat16()
         rows = [0, m // 2, m - 1]

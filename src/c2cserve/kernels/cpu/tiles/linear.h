@@ -9,7 +9,7 @@
 //   up to 32 rows   w is read in place (few_rows.h): the speed of memory
 //   more            strips of w are copied (rows of w are often a power of two apart, where few
 //                   lines of a cache serve them) and meet all rows of a block: all of K where it is
-//                   short (whole.h), else some columns at a time (parked.h)
+//                   short (whole.h), else some columns at a time (parked.h), or more of them (whole.h)
 #pragma once
 #include "few_rows.h"
 #include "parked.h"
@@ -22,7 +22,8 @@ namespace c2c {
 enum class ManyRows : int {
   chosen = 0,
   parked = 1,  // 512 columns at a time
-  whole = 2,   // all columns at once, where they are few
+  whole = 2,   // all columns at once, where they are few; else as `parked`
+  chunks = 3,  // the same; else 2,048 columns at most, and the next strip is copied meanwhile
 };
 
 namespace tile_linear {
@@ -66,7 +67,7 @@ inline TiledX pack(ThreadPool& pool, const LinearArgs& a) {
 
 // Rows of x that meet a strip before it is dropped: pairs of tiles.
 inline int64_t block_rows(const TiledX& x, ManyRows way) {
-  if (way != ManyRows::whole) return kParkedRows;
+  if (way == ManyRows::parked || x.steps > kWholeSteps) return kParkedRows;
   return kWholeBytes / (2 * x.steps * tiles::kBytes) * 2 * kTile;
 }
 
@@ -92,7 +93,7 @@ inline void outputs(const LinearArgs& a, const TiledX& x, ManyRows way, int64_t 
   Buffers& buffers = Buffers::of_thread();
   if (a.m <= 2 * kTile && a.k % kStepColumns == 0) n0 = tiles_in_place(a, x, n0, n1, buffers);
   if (n0 == n1) return;
-  if (way == ManyRows::whole)
+  if (way != ManyRows::parked)
     WholeBlock(a, x, m0, m1, buffers).outputs(n0, n1);
   else
     ParkedBlock(a, x, m0, m1, buffers).outputs(n0, n1);
@@ -100,7 +101,7 @@ inline void outputs(const LinearArgs& a, const TiledX& x, ManyRows way, int64_t 
 
 inline void by_tiles(ThreadPool& pool, const LinearArgs& a, ManyRows way) {
   const TiledX x = pack(pool, a);
-  if (x.steps > kWholeSteps) way = ManyRows::parked;
+  if (way == ManyRows::whole && x.steps > kWholeSteps) way = ManyRows::parked;
   const int64_t rows_most = block_rows(x, way);
   const int64_t tile_rows = (a.m + kTile - 1) / kTile, work = tile_rows * a.n * a.k;
   const int64_t threads = pool.size();
