@@ -256,12 +256,8 @@ class WeightSwapping(WeightMemory):
         None: no model here makes room for others."""
         if not self._rotates or not self._weights:
             return None
-        favourite, most = None, 0
-        for name in names:
-            worth = self._worth(name, now)
-            if favourite is None or worth > most or (worth == most and name > favourite):
-                favourite, most = name, worth
-        return favourite
+        worths = [(self._worth(name, now), name) for name in names]
+        return max(worths)[1] if worths else None
 
     def _worth(self, name: str, now: float) -> int:
         """Its logarithm, rounded, so that it seldom changes while they run."""
