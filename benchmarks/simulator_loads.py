@@ -63,12 +63,16 @@ def case(
     }
 
 
-def cases(n: int, seed: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Run each load of `simulator_speed.py` with about `n` requests."""
-    large = "llama-3.1-8b*256"
-    yield "served", case(build("h200-x4"), "llama-3.2-3b*128", 5 * n, 5.0, seed)
-    yield "catalogue", case(many_slices(), large, n, 20.0, seed)
-    yield "busy", case(many_slices(), large, n, 400.0, seed)
-    yield "streams", case(build("gh200:mig7"), "llama-3.2-3b*128", n, 1.0, seed)
-    few = max(1, n // 10)
-    yield "single_steps", case(many_slices(), large, few, 20.0, seed, lookahead=1)
+def cases(n: int, seed: int, only: str = "") -> Iterator[tuple[str, dict[str, float]]]:
+    """Run each load of `simulator_speed.py` with about `n` requests, or one of them."""
+    large, few = "llama-3.1-8b*256", max(1, n // 10)
+    loads = {
+        "served": lambda: case(build("h200-x4"), "llama-3.2-3b*128", 5 * n, 5.0, seed),
+        "catalogue": lambda: case(many_slices(), large, n, 20.0, seed),
+        "busy": lambda: case(many_slices(), large, n, 400.0, seed),
+        "streams": lambda: case(build("gh200:mig7"), "llama-3.2-3b*128", n, 1.0, seed),
+        "single_steps": lambda: case(many_slices(), large, few, 20.0, seed, lookahead=1),
+    }
+    for name, run in loads.items():
+        if only in ("", name):
+            yield name, run()

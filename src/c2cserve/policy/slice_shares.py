@@ -55,7 +55,8 @@ class SliceShares:
                 del self._left_s[tenant]
         tenants = len(self._counts) + len(self._left_s)
         if tenants < 2:
-            self.greedy = frozenset()
+            if self.greedy:
+                self.greedy = frozenset()
             return
         average = sum(self._counts.values()) / tenants
         self.greedy = {one for one, count in self._counts.items() if count > average}

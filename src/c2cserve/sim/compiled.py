@@ -2,9 +2,11 @@
 
     python -m c2cserve.sim.compiled [FOLDER]      build (needs mypyc: pip install mypy setuptools)
 
-mypyc compiles the Python sources, and results are equal to the bit. A build whose sources have
-changed since is not used. Only `c2cserve simulate` and `plan` use one. Servers and tests run the
-sources. `C2CSERVE_COMPILED=0` turns it off; the name of a folder uses a build elsewhere.
+mypyc compiles the Python sources, and results are equal to the bit. GCC compiles its code twice:
+the first build counts what runs in a few short simulations, and the second is laid out by these
+counts. A build whose sources have changed since is not used. Only `c2cserve simulate` and `plan`
+use one. Servers and tests run the sources. `C2CSERVE_COMPILED=0` turns it off; the name of a folder
+uses a build elsewhere.
 """
 
 import hashlib
@@ -61,12 +63,27 @@ import sys
 from mypyc.build import mypycify
 from setuptools import setup
 
+group, out, which, counted, *sources = sys.argv[1:]
 options = ["--follow-imports=silent", "--ignore-missing-imports"]
+modules = mypycify([*options, *sources], opt_level="3", debug_level="0", group_name=group)
+[code] = [one for one in modules if one.name.endswith("__mypyc")]  # the others lead to it
+code.extra_compile_args = [*code.extra_compile_args, *counted.split()]
+code.extra_link_args = counted.split()
 setup(
-    name=sys.argv.pop(1), script_args=["build_ext", "--build-lib", sys.argv.pop(1)],
-    ext_modules=mypycify([*options, *sys.argv[1:]], opt_level="3", group_name="{group}"),
+    name=group, script_args=["build_ext", "--force", "--build-lib", out],
+    ext_modules=modules if which == "all" else [code],
 )
 """
+_COUNTED = "-fprofile-generate", "-fprofile-use -Wmissing-profile"
+"""Options of the two builds. The second fails if it finds no counts."""
+_LOADS = (
+    ("h200-x4", "llama-3.2-3b*128", "rate=5,duration=60", "c2cserve"),
+    ("h200-x4", "llama-3.1-8b*64", "rate=60,duration=8", "c2cserve"),
+    ("gh200:mig7", "llama-3.2-3b*128", "rate=1,duration=120", "c2cserve"),
+    ("a100x4+xeon6462cx4", "llama-2-7b*64", "rate=5,duration=30", "slinfer"),
+)
+"""Those simulations (hardware, catalogue, requests, policies): many models, large batches, weights
+that stream, and another system."""
 
 
 class NotUsed(Exception):
@@ -159,7 +176,7 @@ def use() -> bool:
 
 
 def build(folder: Path) -> None:
-    """Build into the folder, which is replaced. It takes one or two minutes.
+    """Build into the folder, which is replaced. It takes about five minutes of CPU time.
 
     Raises NotUsed if mypyc is not installed, CalledProcessError if it or the compiler fails."""
     if find_spec("mypyc") is None or find_spec("setuptools") is None:
@@ -175,20 +192,58 @@ def build(folder: Path) -> None:
         for name in sources:
             source = work / "c2cserve" / name
             source.write_text(written_out(source.read_text()))
-        (work / "setup.py").write_text(_SETUP.format(group=_GROUP))
-        command = [sys.executable, "setup.py", _GROUP, str(out)]
-        flags = f"{os.environ.get('CFLAGS', '')} {_CFLAGS}".strip()
-        subprocess.run(
-            [*command, *(f"c2cserve/{name}" for name in sources)],
-            cwd=work, check=True, env={**os.environ, "CFLAGS": flags},
-        )  # fmt: skip
-        suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
-        built = sorted(path.relative_to(out) for path in out.rglob(f"*{suffix}"))
-        modules = {".".join(file.parts).removesuffix(suffix): file.as_posix() for file in built}
-        manifest = {"fingerprint": agreed, "modules": modules}
-        (out / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (work / "setup.py").write_text(_SETUP)
+        if _is_gcc():
+            _compile(work, sources, "all", _COUNTED[0])
+            _describe(out, agreed)
+            _count(out)
+            _compile(work, sources, "code", _COUNTED[1])
+        else:
+            log.warning("the compiler is not GCC: it compiles without counts of what runs")
+            _compile(work, sources, "all", "")
+        _describe(out, agreed)
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(out, folder)
+
+
+def _is_gcc() -> bool:
+    """Return whether the C compiler is GCC, whatever its name is."""
+    name = os.environ.get("CC") or str(sysconfig.get_config_var("CC"))
+    command = [*name.split(), "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return "Free Software Foundation" in said
+
+
+def _compile(work: Path, sources: Sequence[str], which: str, options: str) -> None:
+    """`which`: `code` for the module that has all code, `all` for those that lead to it, too.
+    `options`: of the former."""
+    flags = f"{os.environ.get('CFLAGS', '')} {_CFLAGS}".strip()
+    command = [sys.executable, "setup.py", _GROUP, str(work / "lib"), which, options]
+    subprocess.run(
+        [*command, *(f"c2cserve/{name}" for name in sources)],
+        cwd=work, check=True, env={**os.environ, "CFLAGS": flags},
+    )  # fmt: skip
+
+
+def _describe(out: Path, agreed: str) -> None:
+    """Write the manifest of a build."""
+    suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+    built = sorted(path.relative_to(out) for path in out.rglob(f"*{suffix}"))
+    modules = {".".join(file.parts).removesuffix(suffix): file.as_posix() for file in built}
+    manifest = {"fingerprint": agreed, "modules": modules}
+    (out / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def _count(out: Path) -> None:
+    """Run the short simulations, which write their counts beside the build when they end."""
+    path = os.pathsep.join([str(_SRC), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": path, _ENV: str(out)}
+    for hardware, catalog, trace, policy in _LOADS:
+        command = [
+            sys.executable, "-m", "c2cserve", "simulate", "--hardware", hardware, "--catalog",
+            catalog, "--trace", f"synthetic:{trace}", "--policy", policy, "--slo", "1,0.1",
+        ]  # fmt: skip
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def test_a_program_that_runs_the_sources_goes_on_with_them(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(find_spec("mypyc") is None, reason="needs mypyc: pip install mypy")
 def test_compiled_policies_do_the_same_to_the_bit(tmp_path: Path) -> None:
     """Every tick's events and actions, and the report, of random worlds of all presets."""

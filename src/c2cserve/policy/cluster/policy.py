@@ -72,19 +72,28 @@ class ClusterPolicy(Generic[ExtraT]):
     # ---- events ---------------------------------------------------------------------------------
 
     def apply(self, event: ev.ClusterEvent) -> None:
+        if isinstance(event, ev.Arrived):  # it, first tokens and ends are most of them
+            self._arrived.append(event.request)
+        elif isinstance(event, ev.FirstToken):
+            self._progressed(event, event.ttft_s)
+        elif isinstance(event, ev.Finished):
+            self._finished(event)
+        else:
+            self._apply_rare(event)
+
+    def _progressed(self, event: ev.FirstToken | ev.Progressed, after_s: float) -> None:
+        self._admission.first_token(event.request_id, after_s)
+        self._instances.first_token(event.request_id, after_s)
+        self._relocation.tokens(event)
+        self._departures.started(event.request_id)
+
+    def _apply_rare(self, event: ev.ClusterEvent) -> None:
         match event:
-            case ev.Arrived(request):
-                self._arrived.append(request)
             case ev.Cancelled(request_id):
                 if not self._departures.cancelled(request_id):
                     self._arrived = [r for r in self._arrived if r.id != request_id]
-            case ev.FirstToken(request_id, after_s) | ev.Progressed(request_id, after_s):
-                self._admission.first_token(request_id, after_s)
-                self._instances.first_token(request_id, after_s)
-                self._relocation.tokens(event)
-                self._departures.started(request_id)
-            case ev.Finished():
-                self._finished(event)
+            case ev.Progressed():
+                self._progressed(event, event.after_s)
             case ev.SliceUp(slice_):
                 self._instances.slice_up(slice_)
                 self._changes.room = True

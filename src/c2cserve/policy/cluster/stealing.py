@@ -72,6 +72,8 @@ class Stealing:
             return []
         actions: list[Recall] = []
         late = {load.slice.id: self._late(load, now) for load in sources}
+        if not any(late.values()):
+            return []
         for target in sorted(idle, key=lambda one: one.slice.id):
             wanted = [
                 (sum(may_take(target, job.request.model) for job in late[load.slice.id]), load)

@@ -148,7 +148,7 @@ class ActiveModel:
 
     def add(self, request: Request, chained: bool) -> Seq:
         if not self.seqs:
-            self.ttft_s = self.tpot_s = float("inf")
+            self.ttft_s = self.tpot_s = inf
         self.ttft_s = min(self.ttft_s, request.slo.ttft_s)
         self.tpot_s = min(self.tpot_s, request.slo.tpot_s)
         seq = Seq(request, self, chained, request.prompt_len, due_s(request, request.sent))
@@ -195,7 +195,10 @@ class ActiveModel:
         first: list[Seq] = []
         prompts: list[Seq] = []
         late: list[Seq] = []
-        for seq in sorted(self.seqs.values(), key=self.rank):
+        seqs = list(self.seqs.values())
+        if len(seqs) > 1:
+            seqs.sort(key=self.rank)
+        for seq in seqs:
             if seq.paused or seq.stopping:
                 continue
             expected = seq.length + seq.drawing

@@ -136,13 +136,19 @@ def _typical(steps: list[float]) -> float:
 
 def _token_s(prompts: "deque[tuple[int, float]]") -> float:
     """Return the seconds per token of the last prefills, without the slowest. Forget older ones."""
-    total = sum(tokens for tokens, _ in prompts)
+    total = 0
+    for tokens, _ in prompts:
+        total += tokens
     while len(prompts) > _PROMPTS_MOST or (
         len(prompts) > _STEPS and total - prompts[0][0] >= _PROMPT_TOKENS
     ):
         total -= prompts.popleft()[0]
-    took_s = sum(seconds for _, seconds in prompts)
+    took_s, slowest_tokens, slowest_s, most = 0.0, 0, 0.0, -1.0
+    for tokens, seconds in prompts:
+        took_s += seconds
+        each_s = seconds / tokens
+        if each_s > most:
+            slowest_tokens, slowest_s, most = tokens, seconds, each_s
     if len(prompts) > 1:
-        tokens, seconds = max(prompts, key=lambda one: one[1] / one[0])
-        total, took_s = total - tokens, took_s - seconds
+        total, took_s = total - slowest_tokens, took_s - slowest_s
     return max(0.0, took_s) / total

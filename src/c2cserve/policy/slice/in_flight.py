@@ -1,6 +1,7 @@
 """Steps of a slice between their launch and their end."""
 
 from collections.abc import Iterable, Iterator
+from math import inf
 
 from c2cserve.core.step import Lane, Step
 from c2cserve.policy.slice.batching import ActiveModel, StepInFlight
@@ -95,6 +96,6 @@ class InFlight:
                 if first.since_s is None:
                     first.since_s = now
                 if not first.expected_s:
-                    return float("inf")
+                    return inf
                 return first.since_s + first.expected_s - _LEAD_S
         return now

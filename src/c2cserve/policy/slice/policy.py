@@ -8,6 +8,7 @@ rotate through its own (`policy.slice.kv_rotation`)."""
 
 from collections.abc import Sequence
 from itertools import count
+from math import inf
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import Drop, Fail, Fetch, Return, RunStep, SliceAction
@@ -71,16 +72,16 @@ class SlicePolicy(SliceMemory[ExtraT]):
     # ---- events ---------------------------------------------------------------------------------
 
     def apply(self, event: ev.SliceEvent) -> None:
+        if isinstance(event, ev.StepDone):  # `match` looks names up; most events are this one
+            self._step_done(event)
+            return
         match event:
-            case ev.StepDone():
-                self._step_done(event)
             case ev.Activated(spec, keep):
                 self._activate(spec, keep)
-            case ev.Fetched(name, took_s, refused):
-                if refused:
-                    self._weights.refused(name)
-                else:
-                    self._weights.fetched(name, took_s)
+            case ev.Fetched(name, _, True):
+                self._weights.refused(name)
+            case ev.Fetched(name, took_s):
+                self._weights.fetched(name, took_s)
             case ev.Deactivated(name):
                 model = self._models.pop(name)
                 self._deactivated.append(model)
@@ -134,7 +135,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
         return self._lanes.of(name, self._weights.streams(name)) if only is None else only
 
     def _time(self, name: str, lane: Lane) -> StepTime:
-        return self._times.setdefault((name, lane), StepTime())
+        if (time := self._times.get((name, lane))) is None:
+            time = self._times[name, lane] = StepTime()
+        return time
 
     def _withdraw(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
@@ -264,15 +267,15 @@ class SlicePolicy(SliceMemory[ExtraT]):
             self._actions += self._weights.break_deadlock()
             self._wake_by(self._weights.wakeup)
         actions, self._actions = self._actions, []
-        if any(isinstance(action, Fetch) for action in actions):
-            actions = with_kv_end(actions, self.arena.end_bytes)
-        return actions
+        fetches = any(isinstance(action, Fetch) for action in actions)
+        return with_kv_end(actions, self.arena.end_bytes) if fetches else actions
 
     def _stuck(self) -> bool:
         """Return whether resident models cannot run, and will not by themselves. KV that is on its
         way may let them."""
         moving = self._rotation is not None and self._rotation.under_way
-        if moving or (self.prefixes is not None and self.prefixes.bringing):
+        one_lane_runs = self._lanes.only is not None and bool(self._in_flight)
+        if one_lane_runs or moving or (self.prefixes is not None and self.prefixes.bringing):
             return False
         return self._lanes.stuck(self._in_flight.steps(), self._weights.streams)
 
@@ -281,10 +284,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         the requests that could be preempted are in a step: its end comes first."""
         self._short_of_room = False
         tried: set[str] = set()
-        while self._may_launch(lane, now):
-            turn = self._turn(lane, tried, now)
-            if turn is None:
-                break
+        while self._may_launch(lane, now) and (turn := self._turn(lane, tried, now)) is not None:
             late, name = turn
             model, freed = self._models[name], len(self._actions)
             model.time = self._time(name, lane)
@@ -339,7 +339,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _is_time(self, lane: Lane, now: float) -> bool:
         begin_s = self._in_flight.next_plan_s(now, lane)
-        if now < begin_s < float("inf"):
+        if now < begin_s < inf:
             self._wake_by(begin_s)
         return now >= begin_s
 
@@ -352,8 +352,10 @@ class SlicePolicy(SliceMemory[ExtraT]):
         line, limit_s = self._shares.apportion(model, model.line_up(now), self._models)
         if self._in_flight.of(model) and self._lacks_room(model, line[0]):
             return False
-        split = groups(model, line)
-        return any(self._launch_group(model, lane, *group, now, limit_s) for group in split)
+        for decodes, prefills in groups(model, line):
+            if self._launch_group(model, lane, decodes, prefills, now, limit_s):
+                return True
+        return False
 
     def _launch_group(
         self, model: ActiveModel, lane: Lane, decodes: list[Seq], prefills: list[Seq],

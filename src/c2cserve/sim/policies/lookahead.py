@@ -104,11 +104,12 @@ def _order(
             turn = next_turn(zip(ranks, last, range(len(ranks)), strict=True), now, late_ran)
             assert turn is not None, "there are models"
             late_ran, index = turn
-        if counts[index] == most:
+        runs = counts[index]
+        if runs == most:
             break
         order.append(index)
-        counts[index] += 1
-        ranks[index] += paces[index]
+        counts[index] = runs + 1
+        ranks[index] = ranks[index] + paces[index]
         now += steps_s[index]
     return order
 

@@ -1,7 +1,6 @@
 """Decode steps that follow each other as one event. Its end is arithmetic unless another event
 intervenes."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 from c2cserve.core.step import SeqStep
@@ -25,56 +24,59 @@ class Burst:
         self.costs = costs
         self.length = _until_one_ends(order, remaining)
         """How many entries run."""
-        ends: list[float] = []
-        done = 0.0
+        self.work = self._done_after(self.length)
+
+    def _done_after(self, entries: int) -> float:
+        """Return the work done at the end of so many entries.
+
+        (Sums are made again where they are asked for. To keep them all takes longer.)"""
+        costs, done = self.costs, 0.0
         if len(costs) == 1:
             each = costs[0]
-            for _ in range(self.length):
+            for _ in range(entries):
                 done += each
-                ends.append(done)
         else:
-            for position in range(self.length):
+            order = self._order
+            for position in range(entries):
                 done += costs[order[position]]
-                ends.append(done)
-        self._ends = ends
-        """Work done at the end of each of them."""
+        return done
 
-    @property
-    def work(self) -> float:
-        return self._ends[self.length - 1]
+    def _over(self, done: float) -> int:
+        """Return how many entries have ended when `done` of the work is over."""
+        costs, order, end = self.costs, self._order, 0.0
+        for position in range(self.length):
+            end += costs[order[position]]
+            if end > done:
+                return position
+        return self.length
 
     def cut(self, done: float) -> bool:
         """End the burst with the step that is under way when `done` of the work is over.
 
         Return whether this shortens it."""
-        length = bisect_right(self._ends, done) + 1
+        length = self._over(done) + 1
         if length >= self.length:
             return False
         self.length = length
+        self.work = self._done_after(length)
         return True
 
     def runs(self, done: float) -> list[int]:
         """Return how often each step has run when `done` of the work is over."""
-        order = self._order[: min(self.length, bisect_right(self._ends, done))]
-        return times_of(order, len(self.costs))
+        return times_of(self._order[: self._over(done)], len(self.costs))
 
     def spans(self) -> list[tuple[int, float, float]]:
         """Return (runs, work done at the end of its first run, and of its last) of each step."""
-        ends = self._ends
-        if len(self.costs) == 1:
-            return [(self.length, ends[0], self.work)]
-        order, steps = self._order, len(self.costs)
-        times, firsts, lasts = [0] * steps, [0] * steps, [0] * steps
+        costs, order, end = self.costs, self._order, 0.0
+        if len(costs) == 1:
+            return [(self.length, costs[0], self.work)]
+        spans = [(0, 0.0, 0.0)] * len(costs)
         for position in range(self.length):
             number = order[position]
-            if not times[number]:
-                firsts[number] = position
-            lasts[number] = position
-            times[number] += 1
-        return [
-            (times[number], ends[firsts[number]], ends[lasts[number]]) if times[number]
-            else (0, 0.0, 0.0) for number in range(steps)
-        ]  # fmt: skip
+            end += costs[number]
+            times, first, _ = spans[number]
+            spans[number] = (times + 1, first if times else end, end)
+        return spans
 
 
 def fewest_left(parts: Parts) -> int:
@@ -93,7 +95,7 @@ def times_of(order: Sequence[int], steps: int) -> list[int]:
         return [len(order)]
     times = [0] * steps
     for number in order:
-        times[number] += 1
+        times[number] = times[number] + 1
     return times
 
 
@@ -103,7 +105,8 @@ def _until_one_ends(order: tuple[int, ...], remaining: Sequence[int]) -> int:
         return min(len(order), remaining[0])
     left = list(remaining)
     for position, number in enumerate(order):
-        left[number] -= 1
-        if not left[number]:
+        runs = left[number] - 1
+        left[number] = runs
+        if not runs:
             return position + 1
     return len(order)

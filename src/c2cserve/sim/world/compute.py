@@ -48,6 +48,7 @@ class Compute:
         self.alphas: dict[str, float] = {}
         """Model -> share of its hybrid GEMMs' columns that are output-stationary."""
         self._simulated, self._context = simulated, context
+        self._route, self._h2d = simulated.compute, simulated.h2d
         self._seqs, self._book, self._cache = seqs, book, cached
         self._notify, self._finished = notify, finished
         self._dead = False
@@ -172,18 +173,18 @@ class Compute:
 
     def _begin(self, step: Step, times: int) -> Parts:
         """Begin a step that runs `times` times, and return its sequences."""
-        seqs, begin, parts = self._seqs, self._book.begin, Parts()
+        seqs, book, parts = self._seqs, self._book, Parts()
         for part in step.seqs:
             seq = seqs[part.request_id]
-            begin(seq, part, times)
+            book.begin(seq, part, times)
             assert part.start == seq.computed, f"{part.request_id}: a token is skipped or repeated"
             assert part.emits == (part.start + part.tokens == seq.length)
             parts.append((part, seq))
         return parts
 
     def _start_step(self, step: Step) -> None:
-        context, simulated, model = self._context, self._simulated, self._context.models[step.model]
-        self._step_s = context.timeline.now
+        context, simulated, h2d = self._context, self._simulated, self._h2d
+        model, self._step_s = context.models[step.model], context.timeline.now
         self._switch(step.model)
         cached, steps = self._use_weights(model, self._step_s, 1)
         if cached < 1.0 and self._start_stream(step, model, cached, steps // _STEADY):
@@ -193,16 +194,16 @@ class Compute:
         scale = spread_of(context.random, context.noise) if context.noise else 1.0
         floor_s = self._lasting(step, scale * cost.floor_s)
         self._floor_s, self._compute_share = floor_s, cost.compute_share
-        streamed = self._streamed_bytes = cost.link_bytes if simulated.h2d else 0.0
+        streamed = self._streamed_bytes = cost.link_bytes if h2d else 0.0
         self.use.streamed_bytes += streamed
-        if alpha is not None and simulated.h2d:
+        if alpha is not None and h2d:
             self._memory_bytes = cost.memory_bytes
-            self._moved_before = context.network.moved_bytes(simulated.h2d[0])
-        if simulated.compute:
-            self._flow = context.network.start((simulated.compute,), floor_s, 1.0, self._step_done)
+            self._moved_before = context.network.moved_bytes(h2d[0])
+        if self._route:
+            self._flow = context.network.start((self._route,), floor_s, 1.0, self._step_done)
         elif streamed > 0:
             rate = streamed / floor_s
-            self._flow = context.network.start(simulated.h2d, streamed, rate, self._step_done)
+            self._flow = context.network.start(h2d, streamed, rate, self._step_done)
         else:
             self._plan += 1
             context.timeline.at(self._step_s + floor_s, self._step_done, self._plan)
@@ -218,10 +219,10 @@ class Compute:
             return
         current, now = self._current, self._context.timeline.now
         self._flow = None
-        self._took_s[current] += now - self._step_s
-        self._times[current] += 1
+        self._took_s[current] = self._took_s[current] + (now - self._step_s)
+        self._times[current] = self._times[current] + 1
         self._account(now - self._step_s)
-        if self._context.hybrid is not None and self._simulated.h2d:
+        if self._context.hybrid is not None and self._h2d:
             self._measure_gemms(self._steps[current], now - self._step_s)
         self._go_on(1, self._advance(current, 1, now, 0.0))
 
@@ -260,8 +261,8 @@ class Compute:
                 self._floor_s, self._compute_share = inf, cost.compute_share
             floors_s.append(scale * cost.floor_s)
         burst = self._burst = Burst(floors_s, run.order, remaining)
-        if simulated.compute:
-            route = (simulated.compute,)
+        if self._route:
+            route = (self._route,)
             self._flow = context.network.start(route, burst.work, 1.0, self._burst_done)
         else:
             self._plan += 1
@@ -277,7 +278,7 @@ class Compute:
         context, simulated = self._context, self._simulated
         left = len(self._line[0].order) - self._position
         hybrid, several = context.hybrid is not None, self._line[0].then
-        if left < 2 or most < 2 or several or hybrid or simulated.compute:
+        if left < 2 or most < 2 or several or hybrid or self._route:
             return False
         times = min(left, most, fewest_left(self._parts[0]))
         extra_tokens = self._times[0] + times // 2
@@ -288,7 +289,7 @@ class Compute:
         self._streams = cost.link_bytes
         rate = cost.link_bytes / self._floor_s
         burst = self._burst = Burst([cost.link_bytes], (0,) * times, [times])
-        self._flow = context.network.start(simulated.h2d, burst.work, rate, self._burst_done)
+        self._flow = context.network.start(self._h2d, burst.work, rate, self._burst_done)
         return True
 
     def _burst_done(self, plan: int | None = None) -> None:
@@ -302,8 +303,8 @@ class Compute:
         self.use.streamed_bytes += burst.length * self._streams
         ended = False
         for index, (times, first, last) in enumerate(burst.spans()):
-            self._times[index] += times
-            self._took_s[index] += stretch * burst.costs[index] * times
+            self._times[index] = self._times[index] + times
+            self._took_s[index] = self._took_s[index] + stretch * burst.costs[index] * times
             if times:
                 name = self._steps[index].model
                 self._switch(name)
@@ -334,7 +335,7 @@ class Compute:
         all along: nothing else would have made it shorter."""
         use = self.use
         use.kv_byte_s += self._book.held_bytes * took_s
-        if took_s > steps * self._floor_s * _WAITED and not self._simulated.compute:
+        if took_s > steps * self._floor_s * _WAITED and not self._route:
             use.link_s += took_s
         else:
             use.compute_s += took_s * self._compute_share
@@ -376,8 +377,8 @@ class Compute:
         for index, step in enumerate(self._steps):
             times, took_s = self._times[index], self._took_s[index]
             outcomes: list[ev.SeqOutcome] = []
-            for part, seq in self._parts[index] if times else ():
-                if part.emits:
+            for part, seq in self._parts[index]:
+                if times and part.emits:
                     finished = seq.tracked.sampled >= seq.tracked.output
                     outcomes.append(ev.SeqOutcome(part.request_id, times, finished))
                     if finished:
@@ -387,7 +388,7 @@ class Compute:
             self._start()
 
     def _measure_gemms(self, step: Step, took_s: float) -> None:
-        network, link = self._context.network, self._simulated.h2d[0]
+        network, link = self._context.network, self._h2d[0]
         moved = network.moved_bytes(link) - self._moved_before
         memory = self._memory_bytes / (took_s * self._simulated.hbm_bytes_per_s)
         use = moved / (took_s * network.links[link].bytes_per_s)
