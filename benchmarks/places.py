@@ -10,7 +10,8 @@ nothing: no scheme that moves weights in and out of a full memory can be better 
 until its answer is over, and overlapping ones share it. The models of a GPU take turns: prompts and
 tokens take as long as published, times the models on the GPU. CPUs have a place each. These busy
 periods are packed into places by requests per second, the densest first. Nothing is lost to gaps,
-loads, KV, or prompts that delay decodes. So less than this is possible.
+loads, KV, or prompts that delay decodes, so a server does less well. It is an estimate, no strict
+bound: no request is delayed so that it shares a place with others.
 """
 
 import argparse
