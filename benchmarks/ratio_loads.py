@@ -16,7 +16,7 @@ from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.sim.studies.slinfer import HARDWARE, met, target
 from c2cserve.sim.workload.build import WorkloadSettings, workload
-from c2cserve.sim.world.hardware import SliceSettings, build
+from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
 from c2cserve.sim.world.shapes import catalogue, interleaved
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -77,18 +77,25 @@ class Cell:
     settings: Load = field(repr=False)
 
 
+def machine_of(load: Load, system: str) -> SimMachine:
+    # Weights and KV share all memory, as on a server.
+    slices = SliceSettings(max_batch=256, max_step_tokens=4096, max_active=32, kv_share=1.0)
+    return build(load.hardware, slices, PRESETS[system])
+
+
+def simulation_of(load: Load, system: str, seed: int, machine: SimMachine) -> Simulation:
+    models = interleaved(catalogue(load.catalog))
+    requests = workload(replace(load.workload, seed=seed), models)
+    admission = AdmissionSettings(max_waiting=1_000_000, patience=1.0, foresee=False)
+    settings = Settings(preset=PRESETS[system], admission=admission, seed=seed, noise=0.05)
+    return Simulation(machine, models, requests, target, settings)
+
+
 def run(cell: Cell) -> dict[str, Any]:
     """Simulate a cell, and return what it comes to."""
     began_s = perf_counter()
-    preset, load = PRESETS[cell.system], cell.settings
-    # Weights and KV share all memory, as on a server.
-    slices = SliceSettings(max_batch=256, max_step_tokens=4096, max_active=32, kv_share=1.0)
-    machine = build(load.hardware, slices, preset)
-    models = interleaved(catalogue(load.catalog))
-    requests = workload(replace(load.workload, seed=cell.seed), models)
-    admission = AdmissionSettings(max_waiting=1_000_000, patience=1.0, foresee=False)
-    settings = Settings(preset=preset, admission=admission, seed=cell.seed, noise=0.05)
-    simulation = Simulation(machine, models, requests, target, settings)
+    load = cell.settings
+    simulation = simulation_of(load, cell.system, cell.seed, machine_of(load, cell.system))
     simulation.run()
     ended = simulation.requests.ended
     streamed = sum(one.use.streamed_bytes for one in simulation.slices.values())
