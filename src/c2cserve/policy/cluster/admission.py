@@ -253,8 +253,8 @@ class Admission:
             elif self.overload and request.id in new:
                 # It was let in by the same rule where it was read. Until now it was prepared: that
                 # work is lost with it, so its time does not count again.
-                before = (now - request.arrival_s) / request.slo.ttft_s
-                strict = min(1.0, self.share.value + before)
+                waited = (now - request.arrival_s) / request.slo.ttft_s
+                strict = min(1.0, self.share.value + waited)
             reject = None
             if request.group not in groups or not request.group:
                 before = turns_before(request.tenant, ahead)

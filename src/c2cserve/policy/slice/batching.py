@@ -284,7 +284,9 @@ def chunk_tokens(
     urgent prompt late, a step is longer, as far as running requests allow.
 
     Models take turns, and each that has prompts computes a chunk in its turn. So together these
-    take no longer than one step may: else a client would wait for the chunks of all."""
+    take no longer than one step may: else a client would wait for the chunks of all. But a step
+    computes for as long at least as it reads weights. Where these stream, prompts would else take
+    one step for each few tokens, and be late with all others."""
     allowed_s, limit_s, running, computing = inf, inf, False, 0
     for model in models:
         if not model.seqs:
@@ -296,8 +298,9 @@ def chunk_tokens(
             limit_s = min(limit_s, allowed_step_s(headroom_s, model.tpot_s))
         computing += model.has_prompts
     if running and computing > 1:
-        allowed_s /= computing
-        limit_s /= computing
+        least_s = 2.0 * time.decode_step_s(max(1, decodes))
+        allowed_s = min(allowed_s, max(allowed_s / computing, least_s))
+        limit_s = min(limit_s, max(limit_s / computing, least_s))
     allowed_s = min(limit_s, max(allowed_s, _step_in_time_s(time, decodes, first, now)))
     return time.chunk(decodes, allowed_s, min(_CHUNK_MIN, most), most)
 
