@@ -1,5 +1,8 @@
 """The studies of streaming weights say what the paper says, as far as it is in the model."""
 
+from dataclasses import replace
+
+from c2cserve.sim.report import report
 from c2cserve.sim.studies import c2cserve, interference
 from c2cserve.sim.studies.hybrid import GemmShape
 from c2cserve.sim.world.hardware import build
@@ -34,3 +37,12 @@ def test_a_switch_takes_as_long_as_the_paper_measured() -> None:
     _, findings = c2cserve._starts(0, 1.0)
     dense = next(f for f in findings if f.what == "switch, dense, C2CServe")
     assert 40 <= float(dense.ours.split()[0]) <= 70
+
+
+def test_prompts_of_models_whose_weights_stream_are_in_time_beside_others() -> None:
+    """Each has steps of its own, and a step reads all the weights that it uses. When the time of
+    one step was divided among the models, it held 16 tokens, and a tenth was in time."""
+    trace = "rate=1,duration=600,sources=2,zipf=0.5,cv=3,prompt=220,output=200"
+    paper = replace(c2cserve._PAPER, preset=c2cserve._ALONE)
+    done = report(c2cserve._run(paper, "gh200", "qwen3-30b-a3b*2", trace, 0))
+    assert done.ttft_attainment > 0.85
