@@ -37,9 +37,9 @@ def report(results: Any, out: Path | None, *, show: bool = True, **parameters: o
 
 
 def commit() -> str:
-    """Of this checkout; of a copy without its history, what $C2CSERVE_COMMIT says, or nothing."""
-    if shutil.which("git") is None:
-        return os.environ.get("C2CSERVE_COMMIT", "")
+    """What $C2CSERVE_COMMIT says, else of this checkout; nothing if neither is known. A copy of a
+    checkout on another machine may have the history of another branch."""
+    if (said := os.environ.get("C2CSERVE_COMMIT")) or shutil.which("git") is None:
+        return said or ""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return found or os.environ.get("C2CSERVE_COMMIT", "")
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()

@@ -4,8 +4,8 @@ import gc
 
 _NEW_OBJECTS = 20_000
 """Objects that are made and not freed before the collector looks for cycles among them. By Python's
-own 700 it took 6 % of a busy server's time, and found next to nothing: what is made for a token
-is in no cycle."""
+own 700 it took 6 % of a busy server's time. It found next to nothing, since what is made for a
+token is in no cycle."""
 
 
 def collect_rarely() -> None:

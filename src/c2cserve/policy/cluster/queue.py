@@ -49,7 +49,7 @@ class WaitingQueue:
         """When the first tokens of fresh requests are due; a heap."""
         self.uncovered: set[str] = set()
         """Models whose first request has left or became late, so that another one is first. Whether
-        that can be placed was not tried yet. Whoever tries clears it."""
+        that can be placed was not tried yet. The policy clears it when it has."""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -49,6 +49,12 @@ class OutputStream:
         self._notified = True
         return True
 
+    def put(self, item: Delta | Refused) -> None:
+        """Add an item and give it to the client at once. Called on the event loop, where all that
+        is added comes from there."""
+        if self.add(item):
+            self.deliver()
+
     def deliver(self, *, paced: bool = False) -> None:
         """Give the client what was added. `paced`: it may have to wait for more tokens, but never
         for its first one, nor for the end. Called on the event loop."""

@@ -28,7 +28,7 @@ enum class ManyRows : int {
 
 namespace tile_linear {
 
-constexpr ManyRows kManyRows = ManyRows::whole;
+constexpr ManyRows kManyRows = ManyRows::chunks;
 
 // ---- sharing out ------------------------------------------------------------------------------
 
