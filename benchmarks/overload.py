@@ -152,11 +152,10 @@ def _in_turns(bench: "_Bench", loads: list[float], rounds: int, capacity_per_s: 
         first = at % len(loads)
         for load in loads[first:] + loads[:first]:
             rows[load].append(bench.offer(load, capacity_per_s, at))
-    return [_medians(rows[load]) | {"met_rounds": _met(rows[load])} for load in loads]
-
-
-def _met(rows: Sequence[Row]) -> list[float]:
-    return [row["met_per_s"] for row in rows]
+    return [
+        _medians(rows[load]) | {"met_rounds": [row["met_per_s"] for row in rows[load]]}
+        for load in loads
+    ]
 
 
 def _medians(rows: Sequence[Row]) -> Row:

@@ -86,16 +86,20 @@ class Machine(EngineMachine, Protocol):
         ...
 
 
-def main() -> None:
-    given = _arguments()
+def open_gpu(program: str, kv_bytes: int, rates: str | None) -> Machine:
+    """Return this machine's GPU, or end the program with the reason why there is none to use."""
     from gpu_machine import SETUP_ERRORS, Gpu  # needs CUDA's bindings
 
     torch.set_grad_enabled(False)
     try:
-        machine = Gpu(_KV_BYTES, rates=given.rates)
+        return Gpu(kv_bytes, rates=rates)
     except SETUP_ERRORS as error:
-        raise SystemExit(f"step_launch: {error}") from error
-    measure(machine, given)
+        raise SystemExit(f"{program}: {error}") from error
+
+
+def main() -> None:
+    given = _arguments()
+    measure(open_gpu("step_launch", _KV_BYTES, given.rates), given)
 
 
 def _arguments(arguments: list[str] | None = None) -> argparse.Namespace:

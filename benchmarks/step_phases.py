@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from gpu_models import SHAPES
 from report import report
-from step_launch import Bench, Machine
+from step_launch import Bench, Machine, open_gpu
 
 from c2cserve.devices.gpus import find_nvml
 
@@ -151,14 +151,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    from gpu_machine import SETUP_ERRORS, Gpu  # needs CUDA's bindings
-
-    torch.set_grad_enabled(False)
-    try:
-        machine = Gpu(_KV_BYTES, rates=given.rates)
-    except SETUP_ERRORS as error:
-        raise SystemExit(f"step_phases: {error}") from error
-    measure(machine, given, reader())
+    measure(open_gpu("step_phases", _KV_BYTES, given.rates), given, reader())
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from run_delays import delayed_s, run_delays
+from run_delays import BackgroundWatch, delayed_s, run_delays
 
 
 def post(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
@@ -65,26 +64,17 @@ def error(body: bytes) -> dict[str, Any]:
     return found
 
 
-class HealthWatch:
+class HealthWatch(BackgroundWatch):
     """Asks `/health` every few milliseconds, on connections of its own, and keeps the times.
 
     Not in them is what the server's process and this one waited for a processor: other programs of
     the machine, and the hostile requests' own processes, say nothing about the server."""
 
     def __init__(self, port: int, server_pid: int) -> None:
+        super().__init__()
         self._port = port
         self._pids = (server_pid, os.getpid())
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
         self.took_s: list[float] = []
-
-    def __enter__(self) -> "HealthWatch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
     def _run(self) -> None:
         request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -49,9 +49,7 @@ class Departures(Generic[ExtraT]):
 
     def left(self, request_id: str) -> str | None:
         """Note that a request is on no slice, nor on its way from one. Return its model."""
-        where = self._instances.where.get(request_id)
-        if where is not None:
-            self._changes.relieved[where[1]] = None
+        self.relieve(request_id)
         self._admission.left(request_id)
         name = self._instances.left(request_id)
         if name is not None:
@@ -59,8 +57,8 @@ class Departures(Generic[ExtraT]):
             self._changes.pool |= not self._models[name].running
         return name
 
-    def started(self, request_id: str) -> None:
-        """Note that a request has its first token: others need not wait for its prompt any more."""
+    def relieve(self, request_id: str) -> None:
+        """Note that the slice of a request has more room: it leaves, or its prompt is computed."""
         where = self._instances.where.get(request_id)
         if where is not None:
             self._changes.relieved[where[1]] = None

@@ -85,7 +85,7 @@ class ClusterPolicy(Generic[ExtraT]):
         self._admission.first_token(event.request_id, after_s)
         self._instances.first_token(event.request_id, after_s)
         self._relocation.tokens(event)
-        self._departures.started(event.request_id)
+        self._departures.relieve(event.request_id)
 
     def _apply_rare(self, event: ev.ClusterEvent) -> None:
         match event:

@@ -1,6 +1,7 @@
 """Detokenizing a growing output, up to its stop strings."""
 
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from c2cserve.server.text.vocabulary import Vocabulary
@@ -45,7 +46,17 @@ class _ByteText:
         return self._decoder.decode(b"", final=True)
 
 
-class _PieceText:
+class _TokenText(ABC):
+    """Text that is decoded token by token."""
+
+    def add(self, tokens: Sequence[int]) -> str:
+        return "".join([self._add(token) for token in tokens])
+
+    @abstractmethod
+    def _add(self, token: int) -> str: ...
+
+
+class _PieceText(_TokenText):
     """SentencePiece with byte fallback (Llama 2, Mistral): tokens are text, or one byte each.
 
     A run of bytes is text if all of it is UTF-8, else a replacement character per byte. So it is
@@ -65,9 +76,6 @@ class _PieceText:
         whole = codecs.getincrementaldecoder("utf-8")("ignore")
         whole.decode(bytes(self._run))
         self._run = bytearray(whole.getstate()[0])
-
-    def add(self, tokens: Sequence[int]) -> str:
-        return "".join([self._add(token) for token in tokens])
 
     def _add(self, token: int) -> str:
         byte = self._vocabulary.byte(token)
@@ -93,7 +101,7 @@ class _PieceText:
         return text
 
 
-class _WindowText:
+class _WindowText(_TokenText):
     """Any other decoder: the difference of two decodings of a short window. It is held back while
     the window ends in the middle of a character."""
 
@@ -104,9 +112,6 @@ class _WindowText:
         self._ids = list(prompt[-self._CONTEXT :])
         self._prefix = 0
         self._read = len(self._ids)
-
-    def add(self, tokens: Sequence[int]) -> str:
-        return "".join([self._add(token) for token in tokens])
 
     def _add(self, token: int) -> str:
         self._ids.append(token)
