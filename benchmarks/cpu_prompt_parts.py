@@ -1,0 +1,176 @@
+"""Where the time of a prompt goes on a CPU: the operators of a layer one by one, and whole layers.
+
+python benchmarks/cpu_prompt_parts.py [--models 0.5B,1.5B] [--tokens 128,512,2048] [--threads N]
+                                      [--level amx] [--rounds 5] [--out FILE]
+
+A prompt's rows go through some layers of a model, with weights of their own and in bf16. Operators
+are timed one after another (`composed.run_layers`), and the same layers in one native call
+(`layers`). Medians over rounds; `share` is an operator's part of the sum of all.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from report import report
+from torch import Tensor
+
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.layer import (
+    BLOCK_TOKENS,
+    KvLayout,
+    Layer,
+    LayerShape,
+    LayerWeights,
+    Mlp,
+    TokenRows,
+)
+from c2cserve.kernels.native import chosen_isa
+
+# hidden, inner, heads, heads of k and v, head size, layers: Qwen2.5-0.5B and -1.5B.
+MODELS = {"0.5B": (896, 4864, 14, 2, 64, 24), "1.5B": (1536, 8960, 12, 2, 128, 28)}
+LAYERS = 4
+"""That are timed: their weights exceed a core's caches."""
+
+
+def matrix(outputs: int, inputs: int) -> Tensor:
+    return (torch.randn(outputs, inputs) / inputs**0.5).bfloat16()
+
+
+class Prompt:
+    """Layers of a model, and the rows of one prompt."""
+
+    def __init__(self, ops: CpuOps, model: str, tokens: int) -> None:
+        hidden, inner, heads, kv_heads, size, layers = MODELS[model]
+        self.ops, self.layer_count = ops, layers
+        kv = KvLayout(LAYERS, kv_heads, size, "bfloat16")
+        shape = LayerShape(kv, hidden, heads, 1e-6, size**-0.5)
+        wide = (heads + 2 * kv_heads) * size
+        self.layers: list[Layer] = [
+            ops.prepare(index, LayerWeights(
+                torch.ones(hidden), matrix(wide, hidden), torch.zeros(wide), None,
+                matrix(hidden, heads * size), None, torch.ones(hidden),
+                Mlp(matrix(2 * inner, hidden), None, matrix(hidden, inner), None), 0,
+            ), shape)
+            for index in range(LAYERS)
+        ]  # fmt: skip
+        blocks = -(-tokens // BLOCK_TOKENS)
+        self.arena = torch.zeros(blocks * kv.block_bytes, dtype=torch.uint8)
+        starts = torch.arange(blocks) * kv.block_bytes
+        at = torch.arange(tokens)
+        self.rows = TokenRows(
+            at.int(), torch.tensor([0, tokens], dtype=torch.int32),
+            torch.tensor([tokens], dtype=torch.int32), starts[None],
+            starts[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS,
+        )  # fmt: skip
+        angles = at[:, None] / 1e4 ** (torch.arange(size // 2) / (size // 2))
+        self.rope = angles.cos().contiguous(), angles.sin().contiguous()
+        self.hidden = torch.randn(tokens, hidden)
+
+    def whole_s(self) -> float:
+        hidden, began_s = self.hidden.clone(), time.perf_counter()
+        self.ops.run_layers(hidden, self.layers, self.rows, self.rope, self.arena)
+        return (time.perf_counter() - began_s) / LAYERS
+
+    def parts_s(self) -> dict[str, float]:
+        """Return the seconds of each operator in one layer."""
+        spent: dict[str, float] = {}
+        hidden, ops, rows = self.hidden.clone(), self.ops, self.rows
+        timed = _timer(spent)
+        for layer in self.layers:
+            weights, shape = layer.weights, layer.shape
+            assert isinstance(weights.mlp, Mlp)
+            with timed("norm"):
+                x = ops.rms_norm(hidden, weights.input_norm, shape.eps)
+            with timed("qkv"):
+                qkv = ops.linear(x, weights.qkv, weights.qkv_bias)
+            with timed("rope"):
+                ops.rope_store(
+                    qkv, rows.positions, *self.rope, None, shape.eps, self.arena, shape.kv,
+                    layer.index, rows.slots,
+                )  # fmt: skip
+            with timed("attention"):
+                out = ops.attention(
+                    qkv, self.arena, shape.kv, layer.index, rows.q_start, rows.context_len,
+                    rows.block_table, shape.scale, 0,
+                )  # fmt: skip
+            with timed("o"):
+                branch = ops.linear(out, weights.o, None)
+            with timed("norm"):
+                x = ops.add_rms_norm(branch, hidden, weights.post_norm, shape.eps)
+            with timed("gate_up"):
+                wide = ops.linear(x, weights.mlp.gate_up, None)
+            with timed("silu"):
+                act = ops.silu_mul(wide)
+            with timed("down"):
+                branch = ops.linear(act, weights.mlp.down, None)
+            hidden += branch
+        return {name: seconds / LAYERS for name, seconds in spent.items()}
+
+
+def _timer(spent: dict[str, float]) -> Callable[[str], Any]:
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        spent[name] = spent.get(name, 0.0) + time.perf_counter() - began_s
+
+    return timed
+
+
+def measure(ops: CpuOps, model: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    prompt = Prompt(ops, model, tokens)
+    prompt.whole_s()
+    whole, parts = list[float](), dict[str, list[float]]()
+    for _ in range(rounds):
+        whole.append(prompt.whole_s())
+        for name, seconds in prompt.parts_s().items():
+            parts.setdefault(name, []).append(seconds)
+    total = sum(map(median, parts.values()))
+    layer_s = median(whole)
+    row = {"model": model, "tokens": tokens}
+    found: list[dict[str, Any]] = [
+        row | {"part": "layers", "ms": layer_s * 1e3, "share": layer_s / total,
+               "tokens_per_s": tokens / (layer_s * prompt.layer_count)}
+    ]  # fmt: skip
+    return found + [
+        row | {"part": name, "ms": median(times) * 1e3, "share": median(times) / total}
+        for name, times in parts.items()
+    ]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="0.5B,1.5B")
+    parser.add_argument("--tokens", default=[128, 512, 2048], type=_numbers)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--level", default=chosen_isa())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="JSON")
+    given = parser.parse_args()
+    torch.set_num_threads(1)  # it adds what the next layer begins with
+    cpus = sorted(os.sched_getaffinity(0))[: given.threads]
+    ops = CpuOps(given.threads, cpus if given.threads > 1 else None, given.level)
+    rows: list[dict[str, Any]] = []
+    for model in given.models.split(","):
+        for tokens in given.tokens:
+            rows += (found := measure(ops, model, tokens, given.rounds))
+            line = "  ".join(f"{one['part']} {one['ms']:.2f}" for one in found)
+            print(f"{model} {tokens}: {found[0]['tokens_per_s']:.0f}/s  {line}", flush=True)
+    report({"parts": rows}, given.out, show=False, threads=given.threads, level=given.level)
+
+
+if __name__ == "__main__":
+    main()
