@@ -47,11 +47,11 @@ _LOWEST_ID = 10
 def main() -> None:
     given = _arguments()
     if given.url:
-        rows = measure(given.url, given.model, given.vocab, given)
+        rows = measure(given.url, [given.model], given.vocab, given)
         report({"rows": rows}, given.out, **_parameters(given))
         return
     with _served(given) as (server, model):
-        rows = measure(server.url, model, config_of(given.shape).vocab, given)
+        rows = measure(server.url, [model], config_of(given.shape).vocab, given)
         counters = {name: value for name, value in server.metrics().items() if "slice_" in name}
     report({"rows": rows, "counters": counters}, given.out, **_parameters(given))
 
@@ -97,26 +97,33 @@ def _served(given: argparse.Namespace) -> Iterator[tuple[Server, str]]:
 
 
 def measure(
-    url: str, model: str, vocab: int, given: argparse.Namespace
+    url: str, models: Sequence[str], vocab: int, given: argparse.Namespace
 ) -> list[dict[str, float | int]]:
-    """A row for each number of users, printed as it is measured. A short loop goes before them:
-    whatever is loaded or captured at first use is none of theirs."""
-    _loop(url, model, vocab, 4, given, requests=8)
+    """A row for each number of users, printed as it is measured. Their requests ask for the models
+    in turn. A short loop goes before them: whatever is loaded or captured at first use is none of
+    theirs."""
+    _loop(url, models, vocab, 4, given, requests=max(8, len(models)))
     rows: list[dict[str, float | int]] = []
     for users in given.users:
         requests = max(_REQUESTS[0], min(_REQUESTS[-1], users * _REQUESTS_EACH))
-        rows.append(_row(users, _loop(url, model, vocab, users, given, requests).records))
+        rows.append(_row(users, _loop(url, models, vocab, users, given, requests).records))
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
 def _loop(
-    url: str, model: str, vocab: int, users: int, given: argparse.Namespace, requests: int
+    url: str,
+    models: Sequence[str],
+    vocab: int,
+    users: int,
+    given: argparse.Namespace,
+    requests: int,
 ) -> Outcome:
     rng = random.Random(users)
+    asked = [models[i % len(models)] for i in range(requests)]
     planned = [
         Planned(i, model, _body(rng, model, vocab, given.prompt, given.output))
-        for i in range(requests)
+        for i, model in enumerate(asked)
     ]
     load = Load(url, "/v1/completions", planned, concurrency=users)
     return asyncio.run(generate_with(load, min(_PROCESSES, users), lambda _: None))

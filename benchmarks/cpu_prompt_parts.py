@@ -1,17 +1,26 @@
 """Where the time of a prompt goes on a CPU: the operators of a layer one by one, and whole layers.
 
 python benchmarks/cpu_prompt_parts.py [--models 0.5B,1.5B] [--tokens 128,512,2048] [--threads N]
-                                      [--level amx] [--rounds 5] [--out FILE]
+                                      [--scaling 1,2,4,8,16] [--level amx] [--rounds 5] [--out FILE]
 
 A prompt's rows go through some layers of a model, with weights of their own and in bf16. Operators
 are timed one after another (`composed.run_layers`), and the same layers in one native call
-(`layers`). Medians over rounds; `share` is an operator's part of the sum of all.
+(`layers`). Medians over rounds; `share` is an operator's part of the sum of all. Single operators
+write to memory that is new each time, the native call does not.
+
+--scaling times the native call with each number of threads, and as many single threads that have a
+prompt each (`apart`): what the machine's cores can do at once. Cores that share units, power or
+memory do less together than one of them times their number.
+
+    of_linear   the rate of N threads over N times that of one
+    of_apart    the rate of N threads over that of N single ones
 """
 
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -114,9 +123,41 @@ class Prompt:
         return {name: seconds / LAYERS for name, seconds in spent.items()}
 
 
+def scaling(
+    level: str, model: str, tokens: int, counts: list[int], rounds: int
+) -> list[dict[str, Any]]:
+    """Return a row for each number of threads, by turns."""
+    cpus = sorted(os.sched_getaffinity(0))
+    together = {
+        count: Prompt(CpuOps(count, cpus[:count] if count > 1 else None, level), model, tokens)
+        for count in counts
+    }
+    singles = [Prompt(CpuOps(1, None, level), model, tokens) for _ in range(max(counts))]
+    rates: dict[tuple[str, int], list[float]] = {}
+    with ThreadPoolExecutor(max(counts)) as executor:
+        for turn in range(rounds + 1):
+            for count, prompt in together.items():
+                began_s = time.perf_counter()
+                list(executor.map(Prompt.whole_s, singles[:count]))
+                apart_s = (time.perf_counter() - began_s) / LAYERS
+                if turn > 0:
+                    rates.setdefault(("apart", count), []).append(count / apart_s)
+                    rates.setdefault(("threads", count), []).append(1 / prompt.whole_s())
+    one = median(rates["threads", min(counts)]) / min(counts)
+    found: list[dict[str, Any]] = []
+    for count, prompt in together.items():
+        rate, apart = median(rates["threads", count]), median(rates["apart", count])
+        found.append({
+            "model": model, "tokens": tokens, "threads": count,
+            "tokens_per_s": rate * tokens / prompt.layer_count,
+            "of_linear": rate / (count * one), "of_apart": rate / apart,
+        })  # fmt: skip
+    return found
+
+
 def _timer(spent: dict[str, float]) -> Callable[[str], Any]:
     @contextmanager
-    def timed(name: str) -> Iterator[None]:
+    def timed(name: str) -> Generator[None]:
         began_s = time.perf_counter()
         yield
         spent[name] = spent.get(name, 0.0) + time.perf_counter() - began_s
@@ -156,20 +197,27 @@ def main() -> None:
     parser.add_argument("--models", default="0.5B,1.5B")
     parser.add_argument("--tokens", default=[128, 512, 2048], type=_numbers)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--scaling", type=_numbers, help="numbers of threads")
     parser.add_argument("--level", default=chosen_isa())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args()
     torch.set_num_threads(1)  # it adds what the next layer begins with
+    results: dict[str, list[dict[str, Any]]] = {"scaling": [], "parts": []}
     cpus = sorted(os.sched_getaffinity(0))[: given.threads]
     ops = CpuOps(given.threads, cpus if given.threads > 1 else None, given.level)
-    rows: list[dict[str, Any]] = []
     for model in given.models.split(","):
         for tokens in given.tokens:
-            rows += (found := measure(ops, model, tokens, given.rounds))
-            line = "  ".join(f"{one['part']} {one['ms']:.2f}" for one in found)
-            print(f"{model} {tokens}: {found[0]['tokens_per_s']:.0f}/s  {line}", flush=True)
-    report({"parts": rows}, given.out, show=False, threads=given.threads, level=given.level)
+            if given.scaling:
+                rows = scaling(given.level, model, tokens, given.scaling, given.rounds)
+                results["scaling"] += rows
+                for row in rows:
+                    print("  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+                continue
+            results["parts"] += (rows := measure(ops, model, tokens, given.rounds))
+            line = "  ".join(f"{one['part']} {one['ms']:.2f}" for one in rows)
+            print(f"{model} {tokens}: {rows[0]['tokens_per_s']:.0f}/s  {line}", flush=True)
+    report(results, given.out, show=False, threads=given.threads, level=given.level)
 
 
 if __name__ == "__main__":
