@@ -5,8 +5,9 @@ The default rule:
 * A slice never crosses NUMA nodes, and computes with one hardware thread of each of its cores.
   Decoding waits for memory, so a core's second thread adds nothing. The second threads are left to
   the server, its tokenizers and loaders.
-* There is about one slice per 8 cores, because few cores already saturate a node's memory. There
-  are at least two slices (of one core each on a 2-core machine): two models can run together.
+* There is about one slice per 16 cores, and at least one for each node. A request has the cores of
+  one slice, and models in use take turns there, so few large slices serve few users best. Many
+  models in use at once gain from more slices: `benchmarks/cpu_layout.py` measures both.
 * A cgroup's CPU quota caps the cores that count.
 * KV arenas take an eighth of the available memory together, each between 64 MiB and 8 GiB. The
   pool takes three quarters of it, as far as shared memory has room.
@@ -17,7 +18,9 @@ from math import floor
 
 from c2cserve.core.machine import Machine, NumaNode, Slice
 
-CORES_PER_SLICE = 8
+CORES_PER_SLICE = 16
+CORES_FOR_MANY = 4
+"""A slice's cores where many models in use at once count more than each request's speed."""
 KV_MEMORY_SHARE = 1 / 8
 KV_BYTES_MIN = 64 << 20
 KV_BYTES_MAX = 8 << 30
@@ -106,10 +109,7 @@ def _slices_per_node(cores: Sequence[int], count: int | None, threads: int | Non
         return _apportion(fits, count)
     if threads is not None:
         return [n // threads for n in fits]
-    by_rule = [max(1, round(n / CORES_PER_SLICE)) for n in cores]
-    if sum(by_rule) < 2 <= sum(cores):
-        return [2]
-    return by_rule
+    return [max(1, round(n / CORES_PER_SLICE)) for n in cores]
 
 
 def _apportion(weights: Sequence[int], total: int) -> list[int]:

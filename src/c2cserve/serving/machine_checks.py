@@ -17,7 +17,7 @@ from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.links import measure_host_read
 from c2cserve.devices.numa import reader_nodes, show_nodes, with_nodes
 from c2cserve.devices.plan import SliceWishes, plan_all
-from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes, plan_slices
+from c2cserve.devices.slices import CORES_FOR_MANY, SlicePlanError, plan_pool_bytes
 from c2cserve.devices.topology import find_gpu_nodes, find_links, show_links
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.sim import compiled
@@ -197,14 +197,17 @@ def check_slices(machine: Machine) -> tuple[tuple[Slice, ...], tuple[Finding, ..
     sizes = sorted({len(one.cpus) for one in slices})
     cores = " or ".join(map(str, sizes))
     text = (
-        f"{len(slices)} of {cores} core(s): about one per 8 cores, at least two,"
-        " none across NUMA nodes, one thread of each core"
+        f"{len(slices)} of {cores} core(s): about one per 16 cores, none across NUMA nodes,"
+        " one thread of each core. A request has the cores of one slice"
     )
+    total = sum(len(one.cpus) for one in slices)
+    if total >= 2 * CORES_FOR_MANY:
+        text += (
+            f"; with many models in use at once serve --slices {total // CORES_FOR_MANY}"
+            " gives more tokens, each request slower"
+        )
     if machine.gpus:
         text = f"{len(slices)}: one per GPU or MIG instance; serve --slices adds CPU slices"
-    elif len(slices) > 1:
-        [whole] = plan_slices(machine, 1)
-        text += f"; a request has the cores of one: serve --slices 1 gives it {len(whole.cpus)}"
     return slices, (Finding(Level.OK, "slices", text),)
 
 

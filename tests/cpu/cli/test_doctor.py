@@ -168,6 +168,12 @@ def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slices_and_why() -> None:
     slices, findings = checks.check_slices(MACHINE)
-    assert [one.id for one in slices] == ["cpu0", "cpu1"]
+    assert [one.id for one in slices] == ["cpu0"]
     assert only(findings).level is Level.OK
-    assert "serve --slices 1 gives it 2" in only(findings).text, "what one user should choose"
+    assert only(findings).text.startswith("1 of 2 core(s)")
+    assert "--slices" not in only(findings).text, "two slices of one core are no gain"
+    large = replace(MACHINE, cpus=tuple(range(16)), cores=tuple((cpu,) for cpu in range(16)),
+                    numa=(replace(MACHINE.numa[0], cpus=tuple(range(16))),))  # fmt: skip
+    slices, findings = checks.check_slices(large)
+    assert len(slices) == 1
+    assert "serve --slices 4 gives more tokens" in only(findings).text, "for many models"

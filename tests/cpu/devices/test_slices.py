@@ -46,16 +46,14 @@ def machine(cores_per_node: list[int], *, smt: int = 1, available_gib: int = 64)
     ("cores", "sizes"),
     [
         ([1], [1]),
-        ([2], [1, 1]),
-        ([3], [1, 2]),
-        ([4], [2, 2]),
-        ([6], [3, 3]),
-        ([8], [4, 4]),
-        ([16], [8, 8]),
-        ([24, 24], [8] * 6),
-        ([72], [8] * 9),
+        ([2], [2]),
+        ([4], [4]),
+        ([16], [16]),
+        ([24, 24], [12] * 4),
+        ([32], [16, 16]),
+        ([72], [18] * 4),
         ([4, 4], [4, 4]),
-        ([20, 4], [10, 10, 4]),
+        ([20, 4], [20, 4]),
     ],
 )
 def test_default_rule(cores: list[int], sizes: list[int]) -> None:
@@ -65,7 +63,7 @@ def test_default_rule(cores: list[int], sizes: list[int]) -> None:
 
 
 def test_one_thread_of_each_core() -> None:
-    slices = plan_slices(machine([8], smt=2))
+    slices = plan_slices(machine([8], smt=2), 2)
     assert [s.cpus for s in slices] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
@@ -90,7 +88,8 @@ def test_count_and_threads() -> None:
 
 def test_kv_bytes() -> None:
     by_rule = plan_slices(machine([2], available_gib=16))
-    assert [s.kv_bytes for s in by_rule] == [GIB, GIB]
+    assert [s.kv_bytes for s in by_rule] == [2 * GIB]
+    assert [s.kv_bytes for s in plan_slices(machine([2], available_gib=16), 2)] == [GIB, GIB]
     assert plan_slices(machine([1], available_gib=1000))[0].kv_bytes == KV_BYTES_MAX
     tiny = replace(machine([1]), memory_available_bytes=1)
     assert plan_slices(tiny)[0].kv_bytes == KV_BYTES_MIN
