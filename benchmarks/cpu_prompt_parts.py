@@ -12,7 +12,7 @@ write to memory that is new each time, the native call does not.
 prompt each (`apart`): what the machine's cores can do at once. Cores that share units, power or
 memory do less together than one of them times their number.
 
-    of_linear   the rate of N threads over N times that of one
+    of_linear   the rate of N threads over N times that of a single one
     of_apart    the rate of N threads over that of N single ones
 """
 
@@ -143,7 +143,7 @@ def scaling(
                 if turn > 0:
                     rates.setdefault(("apart", count), []).append(count / apart_s)
                     rates.setdefault(("threads", count), []).append(1 / prompt.whole_s())
-    one = median(rates["threads", min(counts)]) / min(counts)
+    one = median(rates["apart", min(counts)]) / min(counts)
     found: list[dict[str, Any]] = []
     for count, prompt in together.items():
         rate, apart = median(rates["threads", count]), median(rates["apart", count])
@@ -204,6 +204,11 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)  # it adds what the next layer begins with
     results: dict[str, list[dict[str, Any]]] = {"scaling": [], "parts": []}
+
+    def record() -> None:
+        """What a run that is ended has measured is not lost."""
+        report(results, given.out, show=False, threads=given.threads, level=given.level)
+
     cpus = sorted(os.sched_getaffinity(0))[: given.threads]
     ops = CpuOps(given.threads, cpus if given.threads > 1 else None, given.level)
     for model in given.models.split(","):
@@ -213,11 +218,12 @@ def main() -> None:
                 results["scaling"] += rows
                 for row in rows:
                     print("  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+                record()
                 continue
             results["parts"] += (rows := measure(ops, model, tokens, given.rounds))
             line = "  ".join(f"{one['part']} {one['ms']:.2f}" for one in rows)
+            record()
             print(f"{model} {tokens}: {rows[0]['tokens_per_s']:.0f}/s  {line}", flush=True)
-    report(results, given.out, show=False, threads=given.threads, level=given.level)
 
 
 if __name__ == "__main__":
