@@ -1,11 +1,12 @@
 """Where the time of a prompt goes on a CPU: the operators of a layer one by one, and whole layers.
 
 python benchmarks/cpu_prompt_parts.py [--models 0.5B,1.5B] [--tokens 128,512,2048] [--threads N]
-                                      [--level amx] [--rounds 5] [--out FILE]
+                                      [--level amx] [--ways chunks,x2] [--rounds 5] [--out FILE]
 
 A prompt's rows go through some layers of a model, with weights of their own and in bf16. Operators
 are timed one after another (`composed.run_layers`), and the same layers in one native call
-(`layers`). Medians over rounds; `share` is an operator's part of the sum of all.
+(`layers`). Medians over rounds; `share` is an operator's part of the sum of all. With `--ways`,
+the same layers go each way of multiplying many rows (kernels/many_rows.py), in turns, too.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from c2cserve.kernels.layer import (
     Mlp,
     TokenRows,
 )
+from c2cserve.kernels.many_rows import MANY_ROWS, ManyRows
 from c2cserve.kernels.native import chosen_isa
 
 # hidden, inner, heads, heads of k and v, head size, layers: Qwen2.5-0.5B and -1.5B.
@@ -104,10 +106,8 @@ class Prompt:
                 branch = ops.linear(out, weights.o, None)
             with timed("norm"):
                 x = ops.add_rms_norm(branch, hidden, weights.post_norm, shape.eps)
-            with timed("gate_up"):
-                wide = ops.linear(x, weights.mlp.gate_up, None)
-            with timed("silu"):
-                act = ops.silu_mul(wide)
+            with timed("gated"):
+                act = ops.gated(x, weights.mlp.gate_up, None)
             with timed("down"):
                 branch = ops.linear(act, weights.mlp.down, None)
             hidden += branch
@@ -124,11 +124,19 @@ def _timer(spent: dict[str, float]) -> Callable[[str], Any]:
     return timed
 
 
-def measure(ops: CpuOps, model: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    ops: CpuOps, model: str, tokens: int, rounds: int, names: list[str]
+) -> list[dict[str, Any]]:
     prompt = Prompt(ops, model, tokens)
     prompt.whole_s()
     whole, parts = list[float](), dict[str, list[float]]()
+    ways: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
+        for name, times in ways.items():
+            ops.set_many_rows(MANY_ROWS[name])
+            times.append(prompt.whole_s())
+        if ways:
+            ops.set_many_rows(ManyRows())
         whole.append(prompt.whole_s())
         for name, seconds in prompt.parts_s().items():
             parts.setdefault(name, []).append(seconds)
@@ -139,6 +147,7 @@ def measure(ops: CpuOps, model: str, tokens: int, rounds: int) -> list[dict[str,
         row | {"part": "layers", "ms": layer_s * 1e3, "share": layer_s / total,
                "tokens_per_s": tokens / (layer_s * prompt.layer_count)}
     ]  # fmt: skip
+    parts |= {f"layers/{name}": times for name, times in ways.items()}
     return found + [
         row | {"part": name, "ms": median(times) * 1e3, "share": median(times) / total}
         for name, times in parts.items()
@@ -157,16 +166,18 @@ def main() -> None:
     parser.add_argument("--tokens", default=[128, 512, 2048], type=_numbers)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--level", default=chosen_isa())
+    parser.add_argument("--ways", help="names, or all", default="")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args()
     torch.set_num_threads(1)  # it adds what the next layer begins with
     cpus = sorted(os.sched_getaffinity(0))[: given.threads]
     ops = CpuOps(given.threads, cpus if given.threads > 1 else None, given.level)
+    ways = list(MANY_ROWS) if given.ways == "all" else [n for n in given.ways.split(",") if n]
     rows: list[dict[str, Any]] = []
     for model in given.models.split(","):
         for tokens in given.tokens:
-            rows += (found := measure(ops, model, tokens, given.rounds))
+            rows += (found := measure(ops, model, tokens, given.rounds, ways))
             line = "  ".join(f"{one['part']} {one['ms']:.2f}" for one in found)
             print(f"{model} {tokens}: {found[0]['tokens_per_s']:.0f}/s  {line}", flush=True)
     report({"parts": rows}, given.out, show=False, threads=given.threads, level=given.level)
