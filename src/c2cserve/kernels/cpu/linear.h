@@ -25,6 +25,7 @@ namespace c2c {
 constexpr int kLoneNr = 6;             // rows of w together when there is one row of x
 constexpr int64_t kRows = 64;          // rows of x that meet a row of w before it leaves the cache
 constexpr int64_t kPanel = 24;         // rows of w per visit: whole strips
+constexpr int64_t kGatedPanel = 48;    // gates per visit, and as many ups: whole panels and vectors
 constexpr int64_t kDepth = 1024;       // columns per visit, or more for tiles of few rows:
 constexpr int64_t kTileBytes = 24576;  // a tile of x stays in the first-level cache
 constexpr int64_t kAheadBytes = 1024;  // how far a lone row's reads are announced
@@ -238,25 +239,26 @@ inline LinearArgs part_of(const LinearArgs& a, int64_t from, int64_t count, floa
   return part;
 }
 
-// As `panel`: gates and ups of the same outputs meet while they lie in a cache.
+// As `panel`, for kGatedPanel columns at most: gates and ups meet while they lie in a cache.
 template <typename T>
 void gated_panel(const LinearArgs& a, const Packed<T>& x, const Tiling& tiles, int64_t n0,
                  int64_t n1, int64_t depth, float* parked) {
-  constexpr int64_t kWidth = (kPanel + kLanes - 1) / kLanes * kLanes;  // whole vectors
-  float halves[2][kRows * kWidth];
+  static_assert(kGatedPanel % kLanes == 0, "they are combined as whole vectors");
+  float halves[2][kRows * kGatedPanel];
   const Tiling here(0, tiles.rows, Dot<T>::kMr);
   const Packed<T> rows{x.row(tiles.begin), x.width};
   const int64_t count = n1 - n0;
   for (int half = 0; half < 2; ++half) {
     float* out = halves[half];
     for (int64_t i = 0; i < here.rows; ++i)
-      std::fill_n(out + i * kWidth + count, kWidth - count, 0.0f);
-    const LinearArgs part = part_of<T>(a, half * a.n + n0, count, out, kWidth);
-    panel<T>(part, rows, here, 0, count, depth, parked);
+      std::fill_n(out + i * kGatedPanel + count, kGatedPanel - count, 0.0f);
+    const LinearArgs part = part_of<T>(a, half * a.n + n0, count, out, kGatedPanel);
+    for (int64_t n = 0; n < count; n += kPanel)
+      panel<T>(part, rows, here, n, std::min(n + kPanel, count), depth, parked);
   }
   for (int64_t i = 0; i < here.rows; ++i) {
-    float* act = halves[0] + i * kWidth;
-    silu_mul_row(act, act, halves[1] + i * kWidth, kWidth);
+    float* act = halves[0] + i * kGatedPanel;
+    silu_mul_row(act, act, halves[1] + i * kGatedPanel, kGatedPanel);
     std::memcpy(a.out + (tiles.begin + i) * a.out_stride + n0, act, size_t(count) * sizeof(float));
   }
 }
@@ -270,10 +272,10 @@ void linear_columns(const LinearArgs& a, const Packed<T>& x, int64_t n0, int64_t
   std::vector<float> parked(depth < a.k ? size_t(block * kPanel * kLanes) : 0);
   for (int64_t m = 0; m < a.m; m += block) {
     const Tiling tiles(m, std::min(m + block, a.m), Dot<T>::kMr);
-    for (int64_t n = n0; n < n1; n += kPanel) {
-      const auto columns = a.gated ? gated_panel<T> : panel<T>;
-      columns(a, x, tiles, n, std::min(n + kPanel, n1), depth, parked.data());
-    }
+    const auto columns = a.gated ? gated_panel<T> : panel<T>;
+    const int64_t width = a.gated ? kGatedPanel : kPanel;
+    for (int64_t n = n0; n < n1; n += width)
+      columns(a, x, tiles, n, std::min(n + width, n1), depth, parked.data());
   }
 }
 
