@@ -1,12 +1,14 @@
 """Where the time of a prompt goes on a CPU: the operators of a layer one by one, and whole layers.
 
 python benchmarks/cpu_prompt_parts.py [--models 0.5B,1.5B] [--tokens 128,512,2048] [--threads N]
-                                      [--scaling 1,2,4,8,16] [--level amx] [--rounds 5] [--out FILE]
+                                      [--ways chunks,x2] [--scaling 1,2,4,8,16] [--level amx]
+                                      [--rounds 5] [--out FILE]
 
 A prompt's rows go through some layers of a model, with weights of their own and in bf16. Operators
 are timed one after another (`composed.run_layers`), and the same layers in one native call
 (`layers`). Medians over rounds; `share` is an operator's part of the sum of all. Single operators
-write to memory that is new each time, the native call does not.
+write to memory that is new each time, the native call does not. With `--ways`, the same layers go
+each way of multiplying many rows (kernels/many_rows.py), in turns, too.
 
 --scaling times the native call with each number of threads, and as many single threads that have a
 prompt each (`apart`): what the machine's cores can do at once. Cores that share units, power or
@@ -40,6 +42,7 @@ from c2cserve.kernels.layer import (
     Mlp,
     TokenRows,
 )
+from c2cserve.kernels.many_rows import MANY_ROWS, ManyRows
 from c2cserve.kernels.native import chosen_isa
 
 # hidden, inner, heads, heads of k and v, head size, layers: Qwen2.5-0.5B and -1.5B.
@@ -113,10 +116,8 @@ class Prompt:
                 branch = ops.linear(out, weights.o, None)
             with timed("norm"):
                 x = ops.add_rms_norm(branch, hidden, weights.post_norm, shape.eps)
-            with timed("gate_up"):
-                wide = ops.linear(x, weights.mlp.gate_up, None)
-            with timed("silu"):
-                act = ops.silu_mul(wide)
+            with timed("gated"):
+                act = ops.gated(x, weights.mlp.gate_up, None)
             with timed("down"):
                 branch = ops.linear(act, weights.mlp.down, None)
             hidden += branch
@@ -165,11 +166,19 @@ def _timer(spent: dict[str, float]) -> Callable[[str], Any]:
     return timed
 
 
-def measure(ops: CpuOps, model: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    ops: CpuOps, model: str, tokens: int, rounds: int, names: list[str]
+) -> list[dict[str, Any]]:
     prompt = Prompt(ops, model, tokens)
     prompt.whole_s()
     whole, parts = list[float](), dict[str, list[float]]()
+    ways: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
+        for name, times in ways.items():
+            ops.set_many_rows(MANY_ROWS[name])
+            times.append(prompt.whole_s())
+        if ways:
+            ops.set_many_rows(ManyRows())
         whole.append(prompt.whole_s())
         for name, seconds in prompt.parts_s().items():
             parts.setdefault(name, []).append(seconds)
@@ -180,6 +189,7 @@ def measure(ops: CpuOps, model: str, tokens: int, rounds: int) -> list[dict[str,
         row | {"part": "layers", "ms": layer_s * 1e3, "share": layer_s / total,
                "tokens_per_s": tokens / (layer_s * prompt.layer_count)}
     ]  # fmt: skip
+    parts |= {f"layers/{name}": times for name, times in ways.items()}
     return found + [
         row | {"part": name, "ms": median(times) * 1e3, "share": median(times) / total}
         for name, times in parts.items()
@@ -199,6 +209,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--scaling", type=_numbers, help="numbers of threads")
     parser.add_argument("--level", default=chosen_isa())
+    parser.add_argument("--ways", help="names, or all", default="")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args()
@@ -211,6 +222,7 @@ def main() -> None:
 
     cpus = sorted(os.sched_getaffinity(0))[: given.threads]
     ops = CpuOps(given.threads, cpus if given.threads > 1 else None, given.level)
+    ways = list(MANY_ROWS) if given.ways == "all" else [n for n in given.ways.split(",") if n]
     for model in given.models.split(","):
         for tokens in given.tokens:
             if given.scaling:
@@ -220,7 +232,7 @@ def main() -> None:
                     print("  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
                 record()
                 continue
-            results["parts"] += (rows := measure(ops, model, tokens, given.rounds))
+            results["parts"] += (rows := measure(ops, model, tokens, given.rounds, ways))
             line = "  ".join(f"{one['part']} {one['ms']:.2f}" for one in rows)
             record()
             print(f"{model} {tokens}: {rows[0]['tokens_per_s']:.0f}/s  {line}", flush=True)

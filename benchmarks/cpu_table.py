@@ -12,7 +12,9 @@ from typing import Any
 GEMM = ("level", "model", "matrix", "m", "gflop_per_s", "times_torch", "times_prepacked")
 DECODE = ("level", "model", "m", "weights_gb_per_s", "share_of_read", "times_torch")
 ATTENTION = ("level", "heads", "head_dim", "context", "seqs", "us", "gflop_per_s", "share_of_read")
+TILES = ("w_kib", "x_kib", "prefetch", "step_ns", "gflop_per_s")
 COLUMNS = {
+    "tiles": TILES,
     "gemm": GEMM,
     "decode": DECODE,
     "prompt_attention": ATTENTION,
@@ -37,7 +39,7 @@ def table(records: Iterable[dict[str, Any]], columns: tuple[str, ...]) -> str:
 COMPARED = (
     ("decode", "weights_gb_per_s", ("model",), "avx512"),
     ("gemm", "gflop_per_s", ("model", "matrix"), "avx512"),
-    ("gemm", "gflop_per_s", ("model", "matrix"), "amx/parked"),
+    ("gemm", "gflop_per_s", ("model", "matrix"), "amx/chunks"),
 )
 
 

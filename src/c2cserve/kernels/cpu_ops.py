@@ -20,15 +20,13 @@ from c2cserve.kernels.layer_records import (
     refusal,
     step_record,
 )
+from c2cserve.kernels.many_rows import ManyRows
 from c2cserve.kernels.native import DTYPE_CODES, chosen_isa, load_library
 from c2cserve.kernels.ops import AwaitedMasks, RowSampling, SampledTokens
 from c2cserve.kernels.refusals import misfit, misplaced_sequence, misplaced_token
 from c2cserve.kernels.sample_rows import pack_rows, unpack_tokens
 
 _THREADS_MAX = 1024
-
-MANY_ROWS = {"parked": 1, "whole": 2, "chunks": 3}
-"""The ways in which the level `amx` can multiply more than 32 rows (`ManyRows`)."""
 
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -95,6 +93,22 @@ class CpuOps(Apart):
             w.data_ptr(), w.stride(0), DTYPES[w.dtype],
             None if bias is None else bias.data_ptr(), 0 if bias is None else DTYPES[bias.dtype],
             m, n, k,
+        )  # fmt: skip
+        return out
+
+    def gated(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        (m, k), (n, width) = x.shape, w.shape
+        if (
+            width != k or k == 0 or n % 2
+            or not w.is_contiguous() or not _dense(x, torch.float32)
+            or (bias is not None and (bias.shape != (n,) or not bias.is_contiguous()))
+        ):  # fmt: skip
+            raise misfit("gated", x=x, w=w, bias=bias)
+        out = torch.empty((m, n // 2))
+        self._lib.c2c_gated(
+            self._pool, out.data_ptr(), x.data_ptr(), w.data_ptr(), DTYPES[w.dtype],
+            None if bias is None else bias.data_ptr(), 0 if bias is None else DTYPES[bias.dtype],
+            m, n // 2, k,
         )  # fmt: skip
         return out
 
@@ -316,20 +330,20 @@ class CpuOps(Apart):
         rows = (-1 - ids).clamp_(min=0)
         return torch.where(ids < 0, sampled.index_select(0, rows), ids)
 
-    # ---- for benchmarks: single ways of `linear`, and ceilings ----------------------------------
+    # ---- for benchmarks: ways of `linear`, and ceilings -----------------------------------------
 
-    def linear_many_rows(self, x: Tensor, w: Tensor, way: str, out: Tensor | None = None) -> Tensor:
-        """Return `linear(x, w)`, bit for bit, in one of the ways of `MANY_ROWS`. Only the level
-        `amx` has them, for weights in bfloat16."""
-        (m, k), (n, width) = x.shape, w.shape
-        out = torch.empty((m, n)) if out is None else out
-        if width != k or not _dense(x, torch.float32) or not _dense(w, torch.bfloat16) \
-                or out.shape != (m, n) or not _dense(out, torch.float32):  # fmt: skip
-            raise misfit("linear_many_rows", x=x, w=w, out=out)
-        self._lib.c2c_linear_many_rows(
-            self._pool, out.data_ptr(), n, x.data_ptr(), k, w.data_ptr(), k, m, n, k, MANY_ROWS[way]
-        )
-        return out
+    def set_many_rows(self, way: ManyRows) -> None:
+        """Cut products of more than 32 rows in this way from now on; the bits are the same. Only
+        the level `amx` has ways, for weights in bfloat16."""
+        self._lib.c2c_many_rows(self._pool, way.record())
+
+    def tile_steps(self, w_bytes: int, x_bytes: int, prefetch: int, steps: int) -> float:
+        """Multiply tiles that are read round and round from so many bytes of each operand, and
+        announced `prefetch` steps before. Return the number of operations done. Only for `amx`."""
+        step_bytes = 2048
+        if min(w_bytes, x_bytes) < step_bytes or w_bytes % step_bytes or x_bytes % step_bytes:
+            raise ValueError(f"tile_steps: {w_bytes} and {x_bytes} are not whole steps")
+        return self._lib.c2c_tile_steps(self._pool, w_bytes, x_bytes, prefetch, steps)
 
     def read(self, data: Tensor) -> None:
         """Read all of a float32 tensor, as fast as these threads can."""

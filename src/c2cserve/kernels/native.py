@@ -65,6 +65,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "c2c_pool_free": (None, (_P,)),
     "c2c_embed": (_L, (_P, _P, _P, _I, _L, _P, _L, _L)),
     "c2c_linear": (None, (_P, _P, _L, _P, _L, _P, _L, _I, _P, _I, _L, _L, _L)),
+    "c2c_gated": (None, (_P, _P, _P, _P, _I, _P, _I, _L, _L, _L)),
     "c2c_router_logits": (None, (_P, _P, _P, _P, _I, _L, _L, _L)),
     "c2c_rms_norm": (None, (_P, _P, _P, _P, _F, _L, _L)),
     "c2c_add_rms_norm": (None, (_P, _P, _P, _P, _P, _F, _L, _L)),
@@ -86,7 +87,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }  # fmt: skip
 
 _SOME_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "c2c_linear_many_rows": (None, (_P, _P, _L, _P, _L, _P, _L, _L, _L, _L, _I)),
+    "c2c_many_rows": (None, (_P, c_char_p)),
+    "c2c_tile_steps": (c_double, (_P, _L, _L, _L, _L)),
     "c2c_crc32": (c_uint32, (_P, _L)),
 }
 """Functions that only some libraries have: those that multiply on tiles, those for x86."""

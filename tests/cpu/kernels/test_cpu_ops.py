@@ -138,12 +138,22 @@ class Cache:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_gated(ops: CpuOps, *, biased: bool) -> None:
-    x, w = noise(5, 40), noise(2 * 28, 40, seed=1).bfloat16()
-    bias = noise(2 * 28, seed=2) if biased else None
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "inner", "k"), [(1, 50, 40), (5, 28, 33), (70, 60, 1100)])
+def test_gated(
+    ops: CpuOps, m: int, inner: int, k: int, dtype: torch.dtype, *, biased: bool
+) -> None:
+    x, w = noise(m, k), (noise(2 * inner, k, seed=1) / k**0.5).to(dtype)
+    bias = noise(2 * inner, seed=2).to(dtype) if biased else None
     got = ops.gated(x, w, bias)
     assert torch.equal(got, ops.silu_mul(ops.linear(x, w, bias)))
-    close(got, REF.gated(as_seen(ops.isa, x, w), w, bias))
+    close(got, REF.gated(as_seen(ops.isa, x, w), w, bias), 4e-6)
+
+
+def test_gated_refuses_shapes_that_do_not_fit(ops: CpuOps) -> None:
+    for rows, columns, biases in ((7, 8, 7), (8, 9, 8), (8, 8, 4)):
+        with pytest.raises(ValueError, match="do not fit"):
+            ops.gated(noise(2, 8), noise(rows, columns), noise(biases))
 
 
 def test_chained(ops: CpuOps) -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from levels import RUNNABLE, TILE_MODEL, as_seen
 
 from c2cserve.kernels import build, native
-from c2cserve.kernels.cpu_ops import MANY_ROWS, CpuOps
+from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.many_rows import MANY_ROWS, ManyRows
 from c2cserve.kernels.ref import RefOps, block_views
 
 REF = RefOps()
@@ -94,19 +95,47 @@ TILED = [
 @pytest.mark.parametrize("isa", TILED)
 def test_many_rows_have_the_same_bits_each_way(isa: str) -> None:
     """As those of each row alone."""
-    ops = CpuOps(2, isa=isa)
     # Strips, panels and chunks that end before they are whole; a tile of x alone; pairs of tiles.
     shapes = [(33, 7, 32), (48, 60, 1100), (70, 290, 352), (36, 20, 8300), (530, 40, 64)]
-    for m, n, k in [*shapes, (40, 290, 2100), (520, 33, 2090)]:
+    for m, n, k in [*shapes, (40, 290, 2112), (520, 33, 2090), (40, 64, 2048)]:
+        ops = CpuOps(2, isa=isa)
         spread = noise(n, k, seed=m + 100).mul(2.0).exp()
         x, w = noise(m, k, seed=m), (noise(n, k, seed=m + 50) * spread).bfloat16()
         rows = [0, m // 2, m - 1]
         want = torch.cat([ops.linear(x[row : row + 1], w) for row in rows]).view(torch.int32)
-        whole: dict[str, torch.Tensor] = {}
-        for way in MANY_ROWS:
-            whole[way] = ops.linear_many_rows(x, w, way).view(torch.int32)
-            assert torch.equal(whole[way][rows], want), (way, m)
-            assert torch.equal(whole[way], whole["parked"]), (way, m)
+        usual = ops.linear(x, w).view(torch.int32)
+        assert torch.equal(usual[rows], want), m
+        for name, way in MANY_ROWS.items():
+            ops.set_many_rows(way)
+            assert torch.equal(ops.linear(x, w).view(torch.int32), usual), (name, m)
+
+
+@pytest.mark.parametrize("isa", TILED)
+def test_gated_products_have_the_same_bits_each_way(isa: str) -> None:
+    """As those of a product whose halves are combined later."""
+    shapes = [(1, 40, 64), (5, 33, 128), (16, 7, 1100), (20, 50, 96), (32, 48, 1088), (17, 16, 31)]
+    for m, n, k in [*shapes, (33, 7, 32), (70, 150, 352), (40, 150, 2112), (520, 17, 2090)]:
+        ops = CpuOps(2, isa=isa)
+        x, w = noise(m, k, seed=m), (noise(2 * n, k, seed=m + 50) / 4).bfloat16()
+        for bias in (None, noise(2 * n, seed=k)):
+            want = ops.silu_mul(ops.linear(x, w, bias)).view(torch.int32)
+            assert torch.equal(ops.gated(x, w, bias).view(torch.int32), want), m
+        want = ops.silu_mul(ops.linear(x, w)).view(torch.int32)
+        for name, way in MANY_ROWS.items() if m > 32 else ():
+            ops.set_many_rows(way)
+            assert torch.equal(ops.gated(x, w).view(torch.int32), want), (name, m)
+
+
+def test_the_ceiling_of_tiles_counts_what_it_does() -> None:
+    assert CpuOps(2, isa=TILE_MODEL).tile_steps(4096, 2048, 1, 3) == 2 * 3 * 4 * 2 * 16 * 16 * 32
+    with pytest.raises(ValueError, match="not whole steps"):
+        CpuOps(1, isa=TILE_MODEL).tile_steps(4096, 1024, 0, 1)
+
+
+def test_ways_that_are_none_are_refused() -> None:
+    for wrong in ({"depth": 0}, {"group": 9, "panel": 9}, {"group": 3}, {"prefetch_x": -1}):
+        with pytest.raises(ValueError, match="not a way"):
+            ManyRows(**wrong)
 
 
 def step(

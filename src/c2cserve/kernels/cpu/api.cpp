@@ -14,6 +14,7 @@
 #include "moe.h"
 #include "rows.h"
 #include "sample.h"
+#include "tiles/ceiling.h"
 
 using namespace c2c;
 
@@ -57,15 +58,19 @@ void c2c_router_logits(void* pool, float* out, const float* x, const void* w, in
   linear_exact(pool_of(pool), {out, n, x, k, w, k, nullptr, Dtype::f32, m, n, k}, Dtype(dtype));
 }
 
+// out [m, n], x [m, k] and w [2 n, k] dense.
+void c2c_gated(void* pool, float* out, const float* x, const void* w, int dtype, const void* bias,
+               int bias_dtype, int64_t m, int64_t n, int64_t k) {
+  linear(pool_of(pool), {out, n, x, k, w, k, bias, Dtype(bias_dtype), m, n, k, true},
+         Dtype(dtype));
+}
+
 #if defined(C2C_TILES)
-// `c2c_linear` for weights in bf16 without a bias. More than 32 rows go the `ManyRows` way that is
-// given.
-void c2c_linear_many_rows(void* pool, float* out, int64_t out_stride, const float* x,
-                          int64_t x_stride, const void* w, int64_t w_stride, int64_t m, int64_t n,
-                          int64_t k, int way) {
-  linear_tiles(pool_of(pool),
-               {out, out_stride, x, x_stride, w, w_stride, nullptr, Dtype::f32, m, n, k},
-               ManyRows(way));
+// How products of more than 32 rows are cut from now on. The bits are the same.
+void c2c_many_rows(void* pool, const ManyRows* way) { pool_of(pool).many_rows = *way; }
+
+double c2c_tile_steps(void* pool, int64_t w_bytes, int64_t x_bytes, int64_t early, int64_t steps) {
+  return tile_steps(pool_of(pool), w_bytes, x_bytes, early, steps);
 }
 #endif
 

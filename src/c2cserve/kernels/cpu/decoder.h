@@ -116,7 +116,7 @@ class LayerRunner {
     int64_t wide = 0;
     for (const LayerRecord* l = layers; l < layers + count; ++l) {
       const int64_t attending = l->qkv.rows + l->o.columns;
-      const int64_t feeding = l->sparse() ? l->router.rows : l->gate_up.rows + l->down.columns;
+      const int64_t feeding = l->sparse() ? l->router.rows : l->down.columns;
       wide = std::max({wide, attending, feeding});
     }
     x_ = pool_.workspace(s_.tokens * (2 * s_.width + wide));
@@ -142,10 +142,11 @@ class LayerRunner {
   }
 
   void feed_forward(const LayerRecord& l) {
-    float* act = wide_ + s_.tokens * l.gate_up.rows;
-    multiply(l, l.gate_up, x_, wide_);
-    silu_mul(pool_, act, wide_, s_.tokens, l.down.columns);
-    multiply(l, l.down, act, y_);
+    LinearArgs gated = product(l.gate_up, x_, wide_);
+    gated.gated = true;
+    gated.n = gated.out_stride = l.down.columns;
+    linear(pool_, gated, Dtype(l.dtype));
+    multiply(l, l.down, wide_, y_);
   }
 
   // Values that are not numbers choose an expert twice.

@@ -1,4 +1,5 @@
-// out[M, N] = x[M, K] w[N, K]^T (+ bias), w row-major in the pool, read in place.
+// out[M, N] = x[M, K] w[N, K]^T (+ bias), w row-major in the pool, read in place. A gated product is
+// silu(gate) * up, with gates and ups of the two halves of w [2 N, K].
 //
 // Dot-product form: each output has one vector accumulator that walks K in order, then one fixed
 // horizontal sum. Blocking only decides which outputs are worked on together, so an output's bits
@@ -15,6 +16,7 @@
 
 #include "dot.h"
 #include "linear_args.h"
+#include "rowwise.h"
 #include "threads.h"
 #include "tiles/linear.h"
 
@@ -23,6 +25,7 @@ namespace c2c {
 constexpr int kLoneNr = 6;             // rows of w together when there is one row of x
 constexpr int64_t kRows = 64;          // rows of x that meet a row of w before it leaves the cache
 constexpr int64_t kPanel = 24;         // rows of w per visit: whole strips
+constexpr int64_t kGatedPanel = 48;    // gates per visit, and as many ups: whole panels and vectors
 constexpr int64_t kDepth = 1024;       // columns per visit, or more for tiles of few rows:
 constexpr int64_t kTileBytes = 24576;  // a tile of x stays in the first-level cache
 constexpr int64_t kAheadBytes = 1024;  // how far a lone row's reads are announced
@@ -214,6 +217,52 @@ void tile_with_panel(const LinearArgs& a, Visit v, const Packed<T>& x, const Til
   for (; n < v.n1; ++n, parked += slot) tile_of<T, 1, kMr>(rows, a, v, x.row(m), m, n, parked);
 }
 
+// Columns [n0, n1) of a block of rows, in steps of `depth` columns of K.
+template <typename T>
+void panel(const LinearArgs& a, const Packed<T>& x, const Tiling& tiles, int64_t n0, int64_t n1,
+           int64_t depth, float* parked) {
+  for (int64_t k = 0; k < a.k; k += depth) {
+    const Visit v{n0, n1, k, std::min(k + depth, a.k), k == 0, k + depth >= a.k, 0, 0};
+    for (int64_t i = 0; i < tiles.count; ++i) tile_with_panel<T>(a, v, x, tiles, i, parked);
+  }
+}
+
+// The product with rows [from, from + count) of w, to `out`.
+template <typename T>
+inline LinearArgs part_of(const LinearArgs& a, int64_t from, int64_t count, float* out,
+                          int64_t out_stride) {
+  LinearArgs part = a;
+  part.out = out, part.out_stride = out_stride, part.n = count, part.gated = false;
+  part.w = static_cast<const T*>(a.w) + from * a.w_stride;
+  const int64_t item = a.bias_type == Dtype::f32 ? 4 : 2;
+  if (a.bias) part.bias = static_cast<const uint8_t*>(a.bias) + from * item;
+  return part;
+}
+
+// As `panel`, for kGatedPanel columns at most: gates and ups meet while they lie in a cache.
+template <typename T>
+void gated_panel(const LinearArgs& a, const Packed<T>& x, const Tiling& tiles, int64_t n0,
+                 int64_t n1, int64_t depth, float* parked) {
+  static_assert(kGatedPanel % kLanes == 0, "they are combined as whole vectors");
+  float halves[2][kRows * kGatedPanel];
+  const Tiling here(0, tiles.rows, Dot<T>::kMr);
+  const Packed<T> rows{x.row(tiles.begin), x.width};
+  const int64_t count = n1 - n0;
+  for (int half = 0; half < 2; ++half) {
+    float* out = halves[half];
+    for (int64_t i = 0; i < here.rows; ++i)
+      std::fill_n(out + i * kGatedPanel + count, kGatedPanel - count, 0.0f);
+    const LinearArgs part = part_of<T>(a, half * a.n + n0, count, out, kGatedPanel);
+    for (int64_t n = 0; n < count; n += kPanel)
+      panel<T>(part, rows, here, n, std::min(n + kPanel, count), depth, parked);
+  }
+  for (int64_t i = 0; i < here.rows; ++i) {
+    float* act = halves[0] + i * kGatedPanel;
+    silu_mul_row(act, act, halves[1] + i * kGatedPanel, kGatedPanel);
+    std::memcpy(a.out + (tiles.begin + i) * a.out_stride + n0, act, size_t(count) * sizeof(float));
+  }
+}
+
 // Columns [n0, n1) of the output.
 template <typename T>
 void linear_columns(const LinearArgs& a, const Packed<T>& x, int64_t n0, int64_t n1) {
@@ -223,13 +272,10 @@ void linear_columns(const LinearArgs& a, const Packed<T>& x, int64_t n0, int64_t
   std::vector<float> parked(depth < a.k ? size_t(block * kPanel * kLanes) : 0);
   for (int64_t m = 0; m < a.m; m += block) {
     const Tiling tiles(m, std::min(m + block, a.m), Dot<T>::kMr);
-    for (int64_t n = n0; n < n1; n += kPanel)
-      for (int64_t k = 0; k < a.k; k += depth) {
-        const Visit v{n, std::min(n + kPanel, n1), k, std::min(k + depth, a.k), k == 0,
-                      k + depth >= a.k, 0, 0};
-        for (int64_t i = 0; i < tiles.count; ++i)
-          tile_with_panel<T>(a, v, x, tiles, i, parked.data());
-      }
+    const auto columns = a.gated ? gated_panel<T> : panel<T>;
+    const int64_t width = a.gated ? kGatedPanel : kPanel;
+    for (int64_t n = n0; n < n1; n += width)
+      columns(a, x, tiles, n, std::min(n + width, n1), depth, parked.data());
   }
 }
 
@@ -238,6 +284,18 @@ void lone_columns(const LinearArgs& a, const Factor<T>* x, int64_t n0, int64_t n
   const int64_t gap = (n1 - n0) / kLoneNr;
   for (int64_t n = n0; n < n0 + gap; ++n) lone_tile<T, kLoneNr>(a, x, n, gap);
   for (int64_t n = n0 + gap * kLoneNr; n < n1; ++n) lone_tile<T, 1>(a, x, n, 1);
+}
+
+template <typename T>
+void gated_lone_columns(const LinearArgs& a, const Factor<T>* x, int64_t n0, int64_t n1) {
+  thread_local std::vector<float> halves;
+  const int64_t count = n1 - n0;
+  halves.resize(size_t(2 * count));
+  for (int half = 0; half < 2; ++half) {
+    float* out = halves.data() + half * count;
+    lone_columns<T>(part_of<T>(a, half * a.n + n0, count, out, count), x, 0, count);
+  }
+  silu_mul_row(a.out + n0, halves.data(), halves.data() + count, count);
 }
 
 template <typename T>
@@ -260,7 +318,7 @@ template <typename T>
 void linear_typed(ThreadPool& pool, const LinearArgs& a) {
   // Waking a helper costs a few microseconds: worth it from about 100k multiply-adds on. Much work
   // comes in more parts than threads, so that one which is held up does not hold up the rest.
-  const int64_t work = a.m * a.n * a.k, threads = pool.size();
+  const int64_t work = a.m * a.n * a.k * (a.gated ? 2 : 1), threads = pool.size();
   const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
   const int64_t most = std::min<int64_t>(a.n, ThreadPool::kPartsMax);
   const int64_t parts = work < 100'000 ? 1 : std::min(threads * fine, most);
@@ -269,7 +327,9 @@ void linear_typed(ThreadPool& pool, const LinearArgs& a) {
     int64_t per = ((a.n + all - 1) / all + 15) / 16 * 16;  // whole cache lines of the output
     int64_t n0 = per * part, n1 = std::min(n0 + per, a.n);
     if (n0 >= n1) return;
-    if (a.m == 1)
+    if (a.m == 1 && a.gated)
+      gated_lone_columns<T>(a, x.data, n0, n1);
+    else if (a.m == 1)
       lone_columns<T>(a, x.data, n0, n1);
     else
       linear_columns<T>(a, x, n0, n1);

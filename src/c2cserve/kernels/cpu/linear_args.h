@@ -14,8 +14,11 @@ struct LinearArgs {
   const void* bias;  // [N] or null
   Dtype bias_type;
   int64_t m, n, k;
+  // w and its bias have 2 n rows, gates before ups: out = silu(gate) * up.
+  bool gated = false;
 };
 
+// The element for row `n` of w.
 inline float bias_at(const LinearArgs& a, int64_t n) {
   switch (a.bias_type) {
     case Dtype::f32: return static_cast<const float*>(a.bias)[n];

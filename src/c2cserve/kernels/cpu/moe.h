@@ -75,7 +75,7 @@ inline void add_scaled(float* into, const float* from, float weight, int64_t n) 
 
 // What an expert works in, kept from one to the next.
 struct MoeBuffers {
-  std::vector<float> x, gate_up, act, y;
+  std::vector<float> x, act, y;
 };
 
 // One expert over the (token, choice) pairs that picked it. A token picks an expert at most once,
@@ -84,19 +84,15 @@ inline void run_expert(ThreadPool& pool, const MoeArgs& a, int64_t expert,
                        const std::vector<int64_t>& picks, MoeBuffers& b) {
   const int64_t m = int64_t(picks.size()), h = a.hidden, n = a.inner;
   b.x.resize(size_t(m * h));
-  b.gate_up.resize(size_t(m * 2 * n));
   b.act.resize(size_t(m * n));
   b.y.resize(size_t(m * h));
-  float *x = b.x.data(), *gate_up = b.gate_up.data(), *act = b.act.data(), *y = b.y.data();
+  float *x = b.x.data(), *act = b.act.data(), *y = b.y.data();
   const auto* w13 = static_cast<const uint8_t*>(a.w13) + expert * 2 * n * h * a.item();
   const auto* w2 = static_cast<const uint8_t*>(a.w2) + expert * n * h * a.item();
   pool.rows(m, h, [&](int64_t i) {
     std::copy_n(a.x + picks[size_t(i)] / a.k * h, h, x + i * h);
   });
-  linear(pool, {gate_up, 2 * n, x, h, w13, h, nullptr, Dtype::f32, m, 2 * n, h}, a.dtype);
-  pool.rows(m, 8 * n, [&](int64_t i) {
-    silu_mul_row(act + i * n, gate_up + i * 2 * n, gate_up + (2 * i + 1) * n, n);
-  });
+  linear(pool, {act, n, x, h, w13, h, nullptr, Dtype::f32, m, n, h, true}, a.dtype);
   linear(pool, {y, h, act, n, w2, n, nullptr, Dtype::f32, m, h, n}, a.dtype);
   pool.rows(m, h, [&](int64_t i) {
     const int64_t pick = picks[size_t(i)];

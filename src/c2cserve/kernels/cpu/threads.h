@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "tiles/ways.h"
+
 namespace c2c {
 
 // Memory that is kept from call to call, unless it is so much that only a long prompt needs it. It
@@ -50,6 +52,8 @@ class ThreadPool {
   // the activations of a layer.
   float* scratch(int64_t n) { return scratch_.room(n); }
   float* workspace(int64_t n) { return workspace_.room(n); }
+
+  ManyRows many_rows;  // how products of many rows are cut on tiles
 
   static constexpr int kPartsMax = 1024;
 

@@ -95,7 +95,26 @@ int64_t strips_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t
     TileUnit<NA, NB> unit(x);
     walk_in_place(unit, {w, row_bytes, x.steps, more ? w + kOutputs * row_bytes : nullptr});
     unit.end(buffers.sums);
-    write_strip<NA, NB>(a, Strip(a, n, n + kOutputs), buffers.sums, 0);
+    write_strip(a, Strip(a, n, n + kOutputs), buffers.sums, NB, 0);
+  }
+  return n;
+}
+
+// The same for a gated product: 16 gates, then their 16 ups.
+template <int NB>
+int64_t gated_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
+                       Buffers& buffers) {
+  const int64_t row_bytes = a.w_stride * int64_t(sizeof(bf16));
+  for (; n + kTile <= n1; n += kTile) {
+    const auto* gates = static_cast<const uint8_t*>(a.w) + n * row_bytes;
+    const auto *ups = gates + a.n * row_bytes, *after = gates + kTile * row_bytes;
+    TileUnit<1, NB> gate(x);
+    walk_in_place(gate, {gates, row_bytes, x.steps, ups});
+    gate.end(buffers.sums);
+    TileUnit<1, NB> up(x);
+    walk_in_place(up, {ups, row_bytes, x.steps, n + 2 * kTile <= n1 ? after : nullptr});
+    up.end(buffers.sums + NB * kTile * kTile);
+    write_strip(a, Strip(a, n, n + kTile), buffers.sums, NB, 0);
   }
   return n;
 }
@@ -103,6 +122,8 @@ int64_t strips_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t
 // Outputs [n, n1) by whole tiles; returns where they end.
 inline int64_t tiles_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
                               Buffers& buffers) {
+  if (a.gated && a.m <= kTile) return gated_in_place<1>(a, x, n, n1, buffers);
+  if (a.gated) return gated_in_place<2>(a, x, n, n1, buffers);
   if (a.m <= kTile) return strips_in_place<1, 1>(a, x, n, n1, buffers);
   n = strips_in_place<2, 2>(a, x, n, n1, buffers);
   return strips_in_place<1, 2>(a, x, n, n1, buffers);

@@ -7,28 +7,16 @@
 // decides which outputs are computed together, and sums that are parked keep their bits.
 //
 //   up to 32 rows   w is read in place (few_rows.h): the speed of memory
-//   more            strips of w are copied (rows of w are often a power of two apart, where few
-//                   lines of a cache serve them) and meet all rows of a block: all of K where it is
-//                   short (whole.h), else some columns at a time (parked.h), or more of them (whole.h)
+//   more            strips of w meet all rows of a block, from copies (many_rows.h): rows of w are
+//                   often a power of two apart, where few lines of a cache serve them
 #pragma once
 #include "few_rows.h"
-#include "parked.h"
-#include "whole.h"
+#include "many_rows.h"
 
 #if defined(C2C_TILES)
 namespace c2c {
 
-// How more than 32 rows are multiplied. Every way gives the same bits, so that measuring decides.
-enum class ManyRows : int {
-  chosen = 0,
-  parked = 1,  // 512 columns at a time
-  whole = 2,   // all columns at once, where they are few; else as `parked`
-  chunks = 3,  // the same; else 2,048 columns at most, and the next strip is copied meanwhile
-};
-
 namespace tile_linear {
-
-constexpr ManyRows kManyRows = ManyRows::chunks;
 
 // ---- sharing out ------------------------------------------------------------------------------
 
@@ -66,14 +54,14 @@ inline TiledX pack(ThreadPool& pool, const LinearArgs& a) {
 }
 
 // Rows of x that meet a strip before it is dropped: pairs of tiles.
-inline int64_t block_rows(const TiledX& x, ManyRows way) {
-  if (way == ManyRows::parked || x.steps > kWholeSteps) return kParkedRows;
+inline int64_t block_rows(const TiledX& x) {
+  if (x.steps > kWholeSteps) return kLongRows;
   return kWholeBytes / (2 * x.steps * tiles::kBytes) * 2 * kTile;
 }
 
 // Into how many blocks of rows the work is cut: one, unless strips alone would leave threads idle.
 inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int threads) {
-  const int64_t strips = (a.n + 2 * kTile - 1) / (2 * kTile);
+  const int64_t strips = (a.n + strip_outputs(a) - 1) / strip_outputs(a);
   const int64_t pairs = (a.m + 2 * kTile - 1) / (2 * kTile);
   const int64_t least = (a.m + rows_most - 1) / rows_most;
   int64_t best = least;
@@ -87,32 +75,28 @@ inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int threads) {
 }
 
 // Outputs [n0, n1) of rows [m0, m1).
-inline void outputs(const LinearArgs& a, const TiledX& x, ManyRows way, int64_t m0, int64_t m1,
-                    int64_t n0, int64_t n1) {
+inline void outputs(const LinearArgs& a, const TiledX& x, const ManyRows& way, int64_t m0,
+                    int64_t m1, int64_t n0, int64_t n1) {
   const tiles::Session session(int(x.columns));
   Buffers& buffers = Buffers::of_thread();
   if (a.m <= 2 * kTile && a.k % kStepColumns == 0) n0 = tiles_in_place(a, x, n0, n1, buffers);
-  if (n0 == n1) return;
-  if (way != ManyRows::parked)
-    WholeBlock(a, x, m0, m1, buffers).outputs(n0, n1);
-  else
-    ParkedBlock(a, x, m0, m1, buffers).outputs(n0, n1);
+  if (n0 < n1) RowsBlock(a, x, way, m0, m1, buffers).outputs(n0, n1);
 }
 
-inline void by_tiles(ThreadPool& pool, const LinearArgs& a, ManyRows way) {
+inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
   const TiledX x = pack(pool, a);
-  if (way == ManyRows::whole && x.steps > kWholeSteps) way = ManyRows::parked;
-  const int64_t rows_most = block_rows(x, way);
-  const int64_t tile_rows = (a.m + kTile - 1) / kTile, work = tile_rows * a.n * a.k;
-  const int64_t threads = pool.size();
+  const ManyRows way = pool.many_rows;
+  const int64_t rows_most = block_rows(x), threads = pool.size();
+  const int64_t tile_rows = (a.m + kTile - 1) / kTile;
+  const int64_t work = tile_rows * a.n * a.k * (a.gated ? 2 : 1);
   if (threads == 1 || work < 100'000) {
     for (int64_t m = 0; m < a.m; m += rows_most)
       outputs(a, x, way, m, std::min(m + rows_most, a.m), 0, a.n);
     return;
   }
   const int64_t blocks = row_blocks(a, rows_most, int(threads)), pairs = (tile_rows + 1) / 2;
-  const int64_t unit = a.m <= 2 * kTile ? kTile : 2 * kTile, units = (a.n + unit - 1) / unit;
-  const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
+  const int64_t unit = a.m <= 2 * kTile ? kTile : strip_outputs(a), units = (a.n + unit - 1) / unit;
+  const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, way.ranges);
   const int64_t ranges = std::min<int64_t>(units, (threads * fine + blocks - 1) / blocks);
   pool.each(blocks * ranges, [&](int64_t i) {
     const int64_t block = i / ranges, range = i % ranges;
@@ -126,9 +110,7 @@ inline void by_tiles(ThreadPool& pool, const LinearArgs& a, ManyRows way) {
 
 }  // namespace tile_linear
 
-inline void linear_tiles(ThreadPool& pool, const LinearArgs& a, ManyRows way = ManyRows::chosen) {
-  tile_linear::by_tiles(pool, a, way == ManyRows::chosen ? tile_linear::kManyRows : way);
-}
+inline void linear_tiles(ThreadPool& pool, const LinearArgs& a) { tile_linear::by_tiles(pool, a); }
 
 }  // namespace c2c
 #endif

@@ -7,6 +7,7 @@
 
 #include "../dot.h"
 #include "../linear_args.h"
+#include "../rowwise.h"
 #include "../threads.h"
 #include "registers.h"
 #include "transpose.h"
@@ -105,45 +106,88 @@ class Announcer {
   int64_t row_bytes_ = 0, rows_ = 0, lines_ = 1, line_ = 0;
 };
 
+// Outputs of a strip: of a gated product, one tile has their gates and the other their ups.
+inline int64_t strip_outputs(const LinearArgs& a) { return a.gated ? kTile : kStripTiles * kTile; }
+
 // Outputs [n, n + count), as many tiles as hold them, and their biases.
 struct Strip {
   int64_t n, count;
   int tiles;
-  bool biased;
+  int64_t hop;  // rows of w from a tile's first to the next tile's
+  bool gated, biased;
   float bias[kStripTiles * kTile];
 
   Strip(const LinearArgs& a, int64_t from, int64_t to)
-      : n(from), count(to - from), tiles(int((count + kTile - 1) / kTile)), biased(a.bias) {
-    for (int64_t j = 0; biased && j < tiles * kTile; ++j)
-      bias[j] = j < count ? bias_at(a, n + j) : 0.0f;
+      : n(from), count(to - from), tiles(a.gated ? 2 : int((count + kTile - 1) / kTile)),
+        hop(a.gated ? a.n : kTile), gated(a.gated), biased(a.bias) {
+    for (int j = 0; biased && j < tiles * kTile; ++j)
+      bias[j] = holds(j) ? bias_at(a, row(j)) : 0.0f;
   }
+
+  // Row `j` of the tiles, as a row of w, and whether there is one.
+  int64_t row(int j) const { return n + j / kTile * hop + j % kTile; }
+  bool holds(int j) const { return (gated ? j % kTile : j) < count; }
 };
 
-// Tile [16 outputs][16 rows of x] of a strip's sums, to rows [m, m + rows) of the output.
-inline void write_tile(const LinearArgs& a, const Strip& strip, int tile, const float* sums,
+// Tile [16 outputs][16 rows of x] of a strip's sums, turned, with biases.
+inline void turn_tile(const Strip& strip, int tile, const float* sums, int64_t rows, float* out) {
+  transpose16(out, kTile, sums, kTile, kTile, int(rows));
+  if (!strip.biased) return;
+  const float* bias = strip.bias + tile * kTile;
+  for (int64_t i = 0; i < rows; ++i)
+    for (int j = 0; j < kTile; j += kLanes)
+      store(out + i * kTile + j, add(load(out + i * kTile + j), load(bias + j)));
+}
+
+// Columns [n, n + count) of rows [m, m + rows) of the output.
+inline void write_rows(const LinearArgs& a, const float* turned, int64_t n, int64_t count,
                        int64_t m, int64_t rows) {
-  alignas(64) float turned[kTile * kTile];
-  transpose16(turned, kTile, sums, kTile, kTile, int(rows));
-  const int64_t n = tile * kTile, count = std::min<int64_t>(kTile, strip.count - n);
   for (int64_t i = 0; i < rows; ++i) {
-    float *row = turned + i * kTile, *out = a.out + (m + i) * a.out_stride + strip.n + n;
-    if (strip.biased)
-      for (int j = 0; j < kTile; j += kLanes)
-        store(row + j, add(load(row + j), load(strip.bias + n + j)));
+    float* out = a.out + (m + i) * a.out_stride + n;
     if (count == kTile)
-      std::memcpy(out, row, kTile * sizeof(float));
+      std::memcpy(out, turned + i * kTile, kTile * sizeof(float));
     else
-      std::memcpy(out, row, size_t(count) * sizeof(float));
+      std::memcpy(out, turned + i * kTile, size_t(count) * sizeof(float));
   }
 }
 
-template <int NA, int NB>
-inline void write_strip(const LinearArgs& a, const Strip& strip, const float* sums, int64_t m) {
-  for (int i = 0; i < NA; ++i)
-    for (int b = 0; b < NB; ++b) {
-      const int64_t row = m + b * kTile, rows = std::min<int64_t>(kTile, a.m - row);
-      write_tile(a, strip, i, sums + (i * NB + b) * kTile * kTile, row, rows);
-    }
+inline void write_tile(const LinearArgs& a, const Strip& strip, int tile, const float* sums,
+                       int64_t m, int64_t rows) {
+  alignas(64) float turned[kTile * kTile];
+  turn_tile(strip, tile, sums, rows, turned);
+  const int64_t n = tile * kTile;
+  write_rows(a, turned, strip.n + n, std::min<int64_t>(kTile, strip.count - n), m, rows);
+}
+
+// Tiles of gates and ups, of the same rows of x.
+inline void write_gated(const LinearArgs& a, const Strip& strip, const float* gates,
+                        const float* ups, int64_t m, int64_t rows) {
+  alignas(64) float gate[kTile * kTile], up[kTile * kTile];
+  turn_tile(strip, 0, gates, rows, gate);
+  turn_tile(strip, 1, ups, rows, up);
+  for (int64_t i = 0; i < rows; ++i)
+    silu_mul_row(gate + i * kTile, gate + i * kTile, up + i * kTile, kTile);
+  write_rows(a, gate, strip.n, strip.count, m, rows);
+}
+
+// The sums of a strip and of `columns` tiles of x, which are written piece by piece.
+inline int pieces_of(const Strip& strip, int columns) {
+  return strip.gated ? columns : strip.tiles * columns;
+}
+inline void write_piece(const LinearArgs& a, const Strip& strip, const float* sums, int columns,
+                        int piece, int64_t m) {
+  const int64_t row = m + piece % columns * kTile, rows = std::min<int64_t>(kTile, a.m - row);
+  const float* tile = sums + piece * kTile * kTile;
+  if (strip.gated)
+    write_gated(a, strip, tile, tile + columns * kTile * kTile, row, rows);
+  else
+    write_tile(a, strip, piece / columns, tile, row, rows);
+}
+
+inline void write_strip(const LinearArgs& a, const Strip& strip, const float* sums, int columns,
+                        int64_t m) {
+  for (int piece = 0; piece < pieces_of(strip, columns); ++piece)
+    write_piece(a, strip, sums, columns, piece, m);
 }
 
 // What a thread works in, kept from call to call.
