@@ -177,6 +177,29 @@ def test_attention(heads: int, kv_heads: int, dim: int, window: int) -> None:
             assert torch.equal(alone[0], whole[s * new + i])
 
 
+@pytest.mark.parametrize("window", [0, 700])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (4, 2, 24)])
+def test_attention_of_a_prompt(heads: int, kv_heads: int, dim: int, window: int) -> None:
+    """Many rows go another way than few, in groups, and have the bits of each row alone."""
+    kv, lengths, new = KvLayout(1, kv_heads, dim, "bfloat16"), [75, 1100], 75
+    queries, arena, table, context = step(kv, lengths, new, heads)
+    starts = torch.tensor([0, new, 2 * new], dtype=torch.int32)
+    one, three = CpuOps(1, isa=TILE_MODEL), CpuOps(3, isa=TILE_MODEL)
+    where = (arena, kv, 0, starts, context, table, dim**-0.5, window)
+    whole = three.attention(queries, *where)
+    assert off(whole, REF.attention(queries, *where)) < 2.0**-8
+    assert torch.equal(one.attention(queries, *where), whole)
+    for s in range(2):
+        for i, rows in ((0, 1), (13, 1), (40, 20), (new - 1, 1), (new - 1, 9)):
+            end = s * new + i + 1
+            part = one.attention(
+                queries[end - rows : end], arena, kv, 0,
+                torch.tensor([0, rows], dtype=torch.int32), context[s : s + 1] - new + i + 1,
+                table[s : s + 1], dim**-0.5, window,
+            )  # fmt: skip
+            assert torch.equal(part, whole[end - rows : end])
+
+
 def test_experts() -> None:
     one, three = CpuOps(1, isa=TILE_MODEL), CpuOps(3, isa=TILE_MODEL)
     x, router = noise(60, 64), noise(60, 5, seed=1)

@@ -14,10 +14,12 @@
 
 #include "attention_args.h"
 #include "chunks.h"
+#if defined(C2C_TILES)
+#include "tiles/prompt.h"
+#endif
 
 namespace c2c {
 
-constexpr int64_t kSplit = 64;  // blocks: 1024 tokens
 constexpr int kTogether = 4;    // of them, rows that share the loads of a block
 
 // The part of a block a row sees, and its keys' weights.
@@ -224,10 +226,11 @@ void attend(const AttentionArgs& a, const Task& task, RowState* rows) {
   }
 }
 
-inline std::vector<Task> attention_tasks(const AttentionArgs& a) {
+// Tasks of `rows` rows or fewer.
+inline std::vector<Task> attention_tasks(const AttentionArgs& a, int64_t rows) {
   const int64_t group = a.heads / a.kv.kv_heads;
-  const int64_t queries = std::max<int64_t>(1, kTaskRows / group);
-  const int64_t heads = std::min<int64_t>(group, kTaskRows);
+  const int64_t queries = std::max<int64_t>(1, rows / group);
+  const int64_t heads = std::min<int64_t>(group, rows);
   std::vector<Task> tasks;
   for (int64_t s = 0; s < a.seqs; ++s)
     for (int64_t q = a.q_start[s]; q < a.q_start[s + 1]; q += queries) {
@@ -278,25 +281,47 @@ inline int64_t misplaced_sequence(const AttentionArgs& a) {
   return a.q_start[0] == 0 && a.q_start[a.seqs] == a.tokens ? -1 : 0;
 }
 
+// Rows that a task has. On tiles, more rows share the layout of keys and values. But every thread
+// should have several tasks.
+template <typename T>
+int64_t task_rows([[maybe_unused]] const ThreadPool& pool,
+                  [[maybe_unused]] const AttentionArgs& a) {
+#if defined(C2C_TILES)
+  if constexpr (std::is_same_v<T, bf16>) {
+    const int64_t each = a.tokens * a.heads / (6 * pool.size()) / chunks::kWalk * chunks::kWalk;
+    return std::clamp<int64_t>(each, chunks::kWalk, chunks::kPromptRows);
+  }
+#endif
+  return kTaskRows;
+}
+
+template <typename T>
+void attend_whole(const AttentionArgs& a, const Task& task) {
+#if defined(C2C_TILES)
+  if constexpr (std::is_same_v<T, bf16>)
+    if (task.rows() > kTaskRows) return chunks::Prompt::of_thread().attend(a, task);
+#endif
+  RowState rows[kTaskRows];
+  attend<T>(a, task, rows);
+  end_rows(a, task, rows);
+}
+
 template <typename T>
 void attention_typed(ThreadPool& pool, const AttentionArgs& a) {
-  const std::vector<Task> tasks = attention_tasks(a);
+  const std::vector<Task> tasks = attention_tasks(a, task_rows<T>(pool, a));
   int64_t work = 0, splits = 0;
   for (const Task& task : tasks) {
     work += task.rows() * a.context_len[task.seq] * a.kv.head_dim;
     splits = std::max(splits, task.split_to);
   }
   if (pool.size() > 1 && splits > 1 && int64_t(tasks.size()) < 2 * pool.size())
-    return attention_by_splits<T>(pool, a, tasks);
-  auto body = [&](const Task& task) {
-    RowState rows[kTaskRows];
-    attend<T>(a, task, rows);
-    end_rows(a, task, rows);
-  };
+    return attention_by_splits<T>(pool, a, attention_tasks(a, kTaskRows));
   if (work < 50'000)
-    for (const Task& task : tasks) body(task);
+    for (const Task& task : tasks) attend_whole<T>(a, task);
   else
-    pool.each(int64_t(tasks.size()), [&](int64_t i) { body(tasks[size_t(i)]); });
+    pool.each(int64_t(tasks.size()), [&](int64_t i) {
+      attend_whole<T>(a, tasks[tasks.size() - 1 - size_t(i)]);  // a prompt's end has the most keys
+    });
 }
 
 // `a` has no misplaced sequence. `dtype`: the cache's.

@@ -8,13 +8,9 @@
 namespace c2c {
 
 constexpr int kHeadMax = 512;
-// Rows (query x head of the group) that one task carries. Tiles lay keys and values out anew, which
-// more rows share.
-#if defined(C2C_TILES)
-constexpr int kTaskRows = 64;
-#else
-constexpr int kTaskRows = 16;
-#endif
+constexpr int kTileLanes = 16;
+constexpr int kTaskRows = 16;   // query x head of the group: what one task carries
+constexpr int64_t kSplit = 64;  // blocks: 1024 tokens
 
 struct AttentionArgs {
   KvArgs kv;
@@ -34,13 +30,15 @@ struct RowState {
   int64_t position;
   int64_t first;  // first key it sees
   float peak, total;
-  float acc[kHeadMax];
+  // On tiles the total follows the dimensions, as one more tile.
+  alignas(64) float acc[kHeadMax + kTileLanes];
 
   void clear(int64_t dim) {
     peak = -std::numeric_limits<float>::infinity();
     total = 0.0f;
-    std::memset(acc, 0, size_t((dim + kLanes - 1) / kLanes * kLanes) * sizeof(float));
+    std::memset(acc, 0, size_t(padded(dim) + kTileLanes) * sizeof(float));
   }
+  static int64_t padded(int64_t dim) { return (dim + kTileLanes - 1) / kTileLanes * kTileLanes; }
 };
 
 // Queries [query, query + count) of a sequence, some heads of one kv head's group, some splits.

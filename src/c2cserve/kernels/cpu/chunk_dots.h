@@ -8,6 +8,7 @@ namespace c2c::chunks {
 class Units {
  public:
   struct Session {};
+  static constexpr bool kAddTotals = false;
 
   void take(const Chunk&) {}
 

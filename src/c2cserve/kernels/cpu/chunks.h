@@ -1,30 +1,19 @@
 // Attention over a cache in bf16 on bf16 units: 64 keys at a time, cut at absolute positions.
 //
 //   scores    [rows][64] = q k^T     q is rounded to bf16; sums are float32
-//   weights   exp(scores - peak)     rounded to bf16; their total is that of the rounded ones
+//   weights   2^(scores - peak)      rounded to bf16; their total is that of the rounded ones
 //   acc       acc * shrink + weights v
 //
-// A chunk costs one peak, one total and one rescaling per row. Which rows go through it together
+// A chunk costs one peak and one total per row. Which rows go through it together
 // decides nothing: products are sums over dimensions, or over keys, in order, and keys that a row
 // does not see weigh zero. Keys that no row of the task sees count as zeros, whatever lies there.
 #pragma once
-#include <algorithm>
-#include <cstring>
-#include <limits>
-#include <memory>
-
-#include "attention_args.h"
-#include "dot.h"
+#include "chunk_rules.h"
 #include "tiles/registers.h"
 
 #if defined(__AVX512BF16__) || defined(C2C_TILES)
 #define C2C_CHUNKS 1
 namespace c2c::chunks {
-
-constexpr int kBlocks = 4;
-constexpr int kKeys = kBlocks * kBlock;
-constexpr int kRows = 16;   // that go through a chunk together
-constexpr int kWidth = 32;  // q is padded with zeros to a multiple of it
 
 // A chunk as a task's rows see it.
 struct Chunk {
@@ -41,6 +30,8 @@ struct Chunk {
     return key >= from && key < to ? v[key / kBlock] + key % kBlock * dim : nullptr;
   }
 };
+
+static_assert(kTaskRows <= kRows, "a task's rows go through a chunk together");
 
 // Up to 16 rows in a chunk.
 struct Rows {
@@ -66,19 +57,6 @@ inline vec chosen(uint64_t bits, vec yes, vec no) {
 #endif
 }
 
-#if defined(__AVX512F__)
-// [a0 b0 a1 b1 ...] of two rows of 16; a row that is null counts as zeros.
-inline __m512i interleaved(const bf16* a, const bf16* b, __mmask16 lanes) {
-  alignas(64) static constexpr uint16_t kOrder[32] = {
-      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m256i low = _mm256_maskz_loadu_epi16(a ? lanes : 0, a);
-  const __m256i high = _mm256_maskz_loadu_epi16(b ? lanes : 0, b);
-  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-  return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both);
-}
-#endif
-
 }  // namespace c2c::chunks
 
 #if defined(C2C_TILES)
@@ -91,7 +69,7 @@ namespace c2c::chunks {
 
 // What a thread works in, kept from call to call.
 struct alignas(64) Buffers {
-  bf16 q[kTaskRows * kHeadMax];
+  bf16 q[kRows * kHeadMax];
   float scores[kRows * kKeys];
   bf16 weights[kRows * kKeys];
   Units units;
@@ -120,30 +98,33 @@ inline float weigh(RowState& row, const float* scores, uint64_t visible, float s
     return 1.0f;
   }
   const vec hidden = splat(-std::numeric_limits<float>::infinity());
-  vec part[kParts], best = splat(row.peak);
-  for (int p = 0; p < kParts; ++p) {
-    const vec scaled = mul(load(scores + p * kLanes), splat(scale));
-    part[p] = chosen(visible >> p * kLanes, scaled, hidden);
-    best = max(best, part[p]);
+  vec part[kParts];
+  for (int p = 0; p < kParts; ++p) part[p] = load(scores + p * kLanes);
+  if (~visible)
+    for (int p = 0; p < kParts; ++p) part[p] = chosen(visible >> p * kLanes, part[p], hidden);
+  vec best = part[0];
+  for (int p = 1; p < kParts; ++p) best = max(best, part[p]);
+  const float found = largest(best) * scale;
+  float shrink = 1.0f;
+  if (found > row.peak + kSlack) {
+    shrink = power_of_two1(row.peak - found);
+    row.peak = found;
   }
-  const float peak = largest(best);
-  vec total = zero();
-  for (int p = 0; p < kParts; ++p)
-    part[p] = chosen(visible >> p * kLanes, exp(sub(part[p], splat(peak))), zero());
+  const vec base = sub(zero(), splat(row.peak));
+  for (int p = 0; p < kParts; ++p) part[p] = power_of_two(fma(part[p], splat(scale), base));
   for (int p = 0; p < kParts; p += 2) round_pair(weights + p * kLanes, part[p], part[p + 1]);
-  for (int p = 0; p < kParts; ++p) total = add(total, load(weights + p * kLanes));
-  float shrink = 0.0f;
-  if (row.total != 0.0f) shrink = row.peak == peak ? 1.0f : exp1(row.peak - peak);
-  row.total = row.total * shrink + sum(total);
-  row.peak = peak;
+  if constexpr (!Units::kAddTotals) {
+    vec total = zero();
+    for (int p = 0; p < kParts; ++p) total = add(total, load(weights + p * kLanes));
+    row.total = row.total * shrink + sum(total);
+  }
   return shrink;
 }
 
-// Rows of q in bf16, zeros behind each and behind the last one, up to whole groups of 16.
+// Rows of q in bf16, zeros behind each and behind the last one, up to 16.
 inline int64_t round_queries(const Task& task, const RowState* rows, int64_t dim, bf16* out) {
   const int64_t width = (dim + kWidth - 1) / kWidth * kWidth;
-  const int64_t all = (task.rows() + kRows - 1) / kRows * kRows;
-  for (int64_t r = 0; r < all; ++r, out += width) {
+  for (int64_t r = 0; r < kRows; ++r, out += width) {
     std::memset(out, 0, size_t(width) * sizeof(bf16));
     if (r < task.rows()) narrow(out, rows[r].q, dim);
   }
@@ -168,26 +149,28 @@ inline Chunk chunk_of(const AttentionArgs& a, const Task& task, const RowState* 
   return chunk;
 }
 
-// Blocks [begin, end): all that the rows see of a split.
+// Blocks [begin, end): all that the rows see of a split. Peaks are powers of two meanwhile.
 inline void attend(const AttentionArgs& a, const Task& task, RowState* rows, int64_t begin,
                    int64_t end) {
   Buffers& buffers = Buffers::of_thread();
   const int64_t width = round_queries(task, rows, a.kv.head_dim, buffers.q);
+  const float scale = a.scale * kLog2e;
   [[maybe_unused]] const Units::Session session;
   for (int64_t b = begin; b < end;) {
     const int64_t next = std::min((b / kBlocks + 1) * kBlocks, end);
     const Chunk chunk = chunk_of(a, task, rows, b, next, end);
     buffers.units.take(chunk);
-    for (int r = 0; r < task.rows(); r += kRows) {
-      Rows some{rows + r, std::min(kRows, task.rows() - r), buffers.q + r * width, width,
-                buffers.scores, buffers.weights, {}};
-      buffers.units.score(chunk, some);
-      for (int i = 0; i < some.count; ++i)
-        some.shrink[i] = weigh(some.rows[i], some.scores + i * kKeys,
-                               seen(some.rows[i], chunk.first), a.scale, some.weights + i * kKeys);
-      buffers.units.gather(chunk, some);
-    }
+    Rows some{rows, task.rows(), buffers.q, width, buffers.scores, buffers.weights, {}};
+    buffers.units.score(chunk, some);
+    for (int i = 0; i < some.count; ++i)
+      some.shrink[i] = weigh(rows[i], some.scores + i * kKeys, seen(rows[i], chunk.first), scale,
+                             some.weights + i * kKeys);
+    buffers.units.gather(chunk, some);
     b = next;
+  }
+  for (int i = 0; i < task.rows(); ++i) {
+    rows[i].peak *= kLn2;
+    if constexpr (Units::kAddTotals) rows[i].total = rows[i].acc[RowState::padded(a.kv.head_dim)];
   }
 }
 

@@ -1,5 +1,5 @@
-// The products of a chunk of attention on AMX tiles. Keys and values are laid out in pairs, once
-// for all rows of a task.
+// The products of a chunk of attention on AMX tiles, of up to 16 rows. Keys and values are laid out
+// in pairs.
 //
 //   scores   A = q [16 rows][32 dimensions]    B = k [16 pairs of dimensions][16 keys]
 //   sums     A = weights [16 rows][32 keys]    B = v [16 pairs of keys][16 dimensions]
@@ -11,6 +11,10 @@ namespace c2c::chunks {
 class Units {
  public:
   using Session = tiles::Session;
+  // Totals are sums, too: those of values that are all one.
+  static constexpr bool kAddTotals = true;
+
+  Units() { std::fill_n(ones_, kTile, bf16{0x3f80}); }
 
   void take(const Chunk& chunk) {
     const int64_t steps = (chunk.dim + kWidth - 1) / kWidth;
@@ -34,19 +38,32 @@ class Units {
     tiles::store<3>(rows.scores + 3 * kBlock, kStride);
   }
 
+  // Sums stay where rows have them; only those of a row whose peak has risen are scaled.
   void gather(const Chunk& chunk, Rows& rows) {
-    for (int64_t d = 0; d < chunk.dim; d += kTogether * kLine) {
-      clear();
+    const int64_t lines = RowState::padded(chunk.dim) / kLine;
+    for (int r = 0; r < rows.count; ++r)
+      if (rows.shrink[r] != 1.0f) shrink(rows.rows[r].acc, lines, rows.shrink[r]);
+    float* acc = rows.rows->acc;
+    for (int64_t t = 0; t <= lines; t += kTogether) {
+      const int64_t count = std::min<int64_t>(kTogether, lines + 1 - t);
+      const auto value = [&](int64_t i, int64_t s) {
+        return t + i < lines ? v_ + ((t + i) * kSteps + s) * kTile : ones_;
+      };
+      const auto each = [&](const auto& body) {
+        body(std::integral_constant<int, 0>());
+        if (count > 1) body(std::integral_constant<int, 1>());
+        if (count > 2) body(std::integral_constant<int, 2>());
+        if (count > 3) body(std::integral_constant<int, 3>());
+      };
+      each([&](auto i) { tiles::load<i()>(acc + (t + i()) * kLine, sizeof(RowState)); });
       for (int64_t s = 0; s < kSteps; ++s) {
         tiles::load<4>(rows.weights + s * kWidth, kKeys * sizeof(bf16));
-        multiply(v_ + (d / kLine * kSteps + s) * kTile, kSteps * kTile);
+        each([&](auto i) {
+          tiles::load<6 + i() % 2>(value(i(), s), tiles::kLine);
+          tiles::multiply<i(), 4, 6 + i() % 2>();
+        });
       }
-      constexpr int64_t kStride = kTogether * kLine * sizeof(float);
-      tiles::store<0>(sums_, kStride);
-      tiles::store<1>(sums_ + kLine, kStride);
-      tiles::store<2>(sums_ + 2 * kLine, kStride);
-      tiles::store<3>(sums_ + 3 * kLine, kStride);
-      add_up(rows, d, std::min<int64_t>(kTogether * kLine, chunk.dim - d));
+      each([&](auto i) { tiles::store<i()>(acc + (t + i()) * kLine, sizeof(RowState)); });
     }
   }
 
@@ -99,31 +116,26 @@ class Units {
   void take_values(const Chunk& chunk, int key) {
     const bf16 *first = chunk.values(key), *second = chunk.values(key + 1);
     const int64_t pair = key / 2 * kWidth;  // within a row of tiles
-    const int64_t tiles_of_sums = (chunk.dim + kTogether * kLine - 1) / (kTogether * kLine);
+    const int64_t lines_of_tiles = RowState::padded(chunk.dim) / kLine;
     for (int64_t d = 0; first && d < chunk.dim; d += 2 * kLine) {
       prefetch_early(first + d + chunk.next[key / kBlock]);
       if (second) prefetch_early(second + d + chunk.next[key / kBlock]);
     }
-    for (int64_t t = 0; t < tiles_of_sums * kTogether; ++t) {
-      const int64_t d = t * kLine, lanes = std::clamp<int64_t>(chunk.dim - d, 0, kLine);
-      interleave(v_ + t * kSteps * kTile + pair, first && lanes ? first + d : nullptr,
-                 second && lanes ? second + d : nullptr, int(lanes));
+    for (int64_t t = 0; t < lines_of_tiles; ++t) {
+      const int64_t d = t * kLine, lanes = std::min<int64_t>(chunk.dim - d, kLine);
+      interleave(v_ + t * kSteps * kTile + pair, first ? first + d : nullptr,
+                 second ? second + d : nullptr, int(lanes));
     }
   }
 
-  void add_up(Rows& rows, int64_t d, int64_t dims) const {
-    for (int r = 0; r < rows.count; ++r) {
-      float* acc = rows.rows[r].acc + d;
-      const float* more = sums_ + r * kTogether * kLine;
-      const vec shrink = splat(rows.shrink[r]);
-      for (int64_t i = 0; i < dims; i += kLanes)
-        store(acc + i, add(mul(load(acc + i), shrink), load(more + i)));
-    }
+  static void shrink(float* acc, int64_t lines, float by) {
+    for (int64_t i = 0; i < (lines + 1) * kLine; i += kLanes)
+      store(acc + i, mul(load(acc + i), splat(by)));
   }
 
   alignas(64) bf16 k_[kKeys * kHeadMax];  // [block][32 dimensions][16 pairs][16 keys][2]
   alignas(64) bf16 v_[kKeys * kHeadMax];  // [16 dimensions][32 keys][16 pairs][16 dimensions][2]
-  alignas(64) float sums_[kTogether * kLine * kRows];
+  alignas(64) bf16 ones_[kTile];
 };
 
 }  // namespace c2c::chunks

@@ -1,0 +1,76 @@
+// What every way to attend in chunks shares: their size, and how scores become weights.
+//
+// Weights are powers of two of the scores above a row's peak. The peak rises only when a chunk has
+// a score above it by more than `kSlack`. So it seldom does, and what a row has gathered is seldom
+// scaled anew; no weight exceeds 2^kSlack. The rule looks at nothing but the row.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include "attention_args.h"
+#include "dot.h"
+
+namespace c2c::chunks {
+
+constexpr int kBlocks = 4;
+constexpr int kKeys = kBlocks * kBlock;
+constexpr int kRows = 16;   // that go through a chunk together
+constexpr int kWidth = 32;  // q is padded with zeros to a multiple of it
+
+constexpr float kSlack = 8.0f;
+constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+
+// 2^x, relative error < 3e-6 (weights are rounded to 2^-9); 0 for -infinity, and NaN for NaN.
+inline vec power_of_two(vec x) {
+#if defined(__AVX512DQ__)
+  const vec r = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+  vec p = splat(1.342668571e-02f);
+  p = fma(p, r, splat(5.224247277e-02f));
+  p = fma(p, r, splat(2.412802130e-01f));
+  p = fma(p, r, splat(6.930448413e-01f));
+  p = fma(p, r, splat(1.0f));
+  return {_mm512_scalef_ps(p.v, x.v)};
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  for (float& lane : lanes) lane = lane < -126.0f ? 0.0f : std::exp2(lane);
+  return load(lanes);
+#endif
+}
+inline float power_of_two1(float x) {
+  float lanes[kLanes];
+  store(lanes, power_of_two(splat(x)));
+  return lanes[0];
+}
+
+// Bits of the lanes where a > b.
+inline uint32_t above(vec a, vec b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ);
+#else
+  float x[kLanes], y[kLanes];
+  store(x, a);
+  store(y, b);
+  uint32_t bits = 0;
+  for (int l = 0; l < kLanes; ++l) bits |= uint32_t(x[l] > y[l]) << l;
+  return bits;
+#endif
+}
+
+#if defined(__AVX512F__)
+alignas(64) inline constexpr uint16_t kInterleaved[32] = {
+    0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+
+// [a0 b0 a1 b1 ...] of two rows of 16; a row that is null counts as zeros.
+inline __m512i interleaved(const bf16* a, const bf16* b, __mmask16 lanes) {
+  const __m256i low = _mm256_maskz_loadu_epi16(a ? lanes : 0, a);
+  const __m256i high = _mm256_maskz_loadu_epi16(b ? lanes : 0, b);
+  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved), both);
+}
+#endif
+
+}  // namespace c2c::chunks
