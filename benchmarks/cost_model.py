@@ -203,6 +203,9 @@ def _of_contexts(ours: CostModel, file: str) -> Iterator[Row]:
         if not profiled and decodes <= ROWS_STREAMED:
             simulated_s += _unprofiled_s(model, decodes)
         yield Row("contexts, decode", case, step["wall_s"], simulated_s, file)
+        if "after_prompts_s" in step:
+            soon_s = step["after_prompts_s"]
+            yield Row("contexts, decode after prompts", case, soon_s, simulated_s, file)
 
 
 def _unprofiled_s(model: SimModel, rows: int) -> float:
