@@ -139,7 +139,7 @@ class KernelTimes:
     prompts: Points
     """(FLOP of a layer, seconds)."""
     others_s: float = 0.0
-    """Of a layer: what is neither GEMM nor attention, whatever the number of tokens."""
+    """A layer's norms, activations and launches, whatever the number of tokens."""
     power: PowerLimit = PowerLimit()
     memory_speed: float = 1.0
     """How many times as fast memory is as it was measured,"""
