@@ -7,7 +7,9 @@ import pytest
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.sim.world.costs import Costs
 from c2cserve.sim.world.hardware import SimulatedSlice, build
-from c2cserve.sim.world.shapes import SimModel, shape_of
+from c2cserve.sim.world.requests import SimRequest
+from c2cserve.sim.world.shapes import SimModel, catalogue, shape_of
+from c2cserve.sim.world.simulation import Settings, Simulation
 from c2cserve.sim.world.tables import Tables, interpolate, linear_bytes, read_tables
 
 MEASURED = build("h200-x1").slices[0]
@@ -211,3 +213,21 @@ def test_more_of_a_resource_shortens_what_it_binds(parts: list[tuple[int, int]])
 
 def test_a_partition_has_the_roofline() -> None:
     assert build("h200-x1:green4").slices[0].kernels is None
+
+
+def prompts_s(apart_s: float) -> float:
+    """Simulate nine prompts so far apart, after one that waits for its weights. Return the seconds
+    of steps that did not wait for the link."""
+    [llama] = catalogue("llama-3.1-8b")
+    requests = [SimRequest(20.0 + apart_s * i, llama.spec.id, 2048, 1) for i in range(9)]
+    first = SimRequest(0.0, llama.spec.id, 2048, 1)
+    simulation = Simulation(
+        build("h200-x1"), [llama], [first, *requests], None, Settings(as_live=True)
+    )
+    simulation.run()
+    [one] = simulation.slices.values()
+    return one.use.compute_s + one.use.memory_s
+
+
+def test_simulated_prompts_in_a_row_take_longer_than_single_ones() -> None:
+    assert 1.05 < prompts_s(0.01) / prompts_s(5.0) < 1.13
