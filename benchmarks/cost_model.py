@@ -129,7 +129,7 @@ def rows(hardware: str) -> Iterator[Row]:
     for name in _MIXES:
         yield from _of_times(ours, name)
     yield from _of_steps(ours, _STEPS)
-    yield from _of_contexts(ours, _STEPS_BY_CONTEXT)
+    yield from by_context(ours, _STEPS_BY_CONTEXT)
     yield from _of_engine(ours)
     for name in _LOADS:
         yield from _of_loads(ours, name)
@@ -181,7 +181,7 @@ def _of_steps(ours: CostModel, file: str) -> Iterator[Row]:
         yield Row("in a row", case, step["wall_s"], again_s, file)
 
 
-def _of_contexts(ours: CostModel, file: str) -> Iterator[Row]:
+def by_context(ours: CostModel, file: str) -> Iterator[Row]:
     """Yield `step_phases.py`'s steps: decodes by context, and prompts after a pause and in a row.
     What picks of GEMMs by known speeds cost is added where there was no profile."""
     if not (RESULTS / file).exists():

@@ -51,12 +51,12 @@ def test_steps_by_context_are_judged_where_they_were_measured(
         (tmp_path / name).write_text((cost_model.RESULTS / name).read_text())
     monkeypatch.setattr(cost_model, "RESULTS", tmp_path)
     ours, file = CostModel.of("h200-x1"), tmp_path / "phases.json"
-    assert list(cost_model._of_contexts(ours, file.name)) == []
+    assert list(cost_model.by_context(ours, file.name)) == []
     assert "left out" in capsys.readouterr().out
     found: dict[str, list[cost_model.Row]] = {}
     for picked_by in ("profile of a day", "known speeds of an NVIDIA H200"):
         file.write_text(json.dumps(steps(picked_by)))
-        found[picked_by[:5]] = list(cost_model._of_contexts(ours, file.name))
+        found[picked_by[:5]] = list(cost_model.by_context(ours, file.name))
     once, row, decode = found["profi"]
     assert [one.measured_s for one in (once, row, decode)] == [0.05, 0.06, 0.06]
     assert once.simulated_s < row.simulated_s, "power limits prompts in a row"
