@@ -7,12 +7,15 @@ tables that were published with SLINFER. A row is one case of a phase. Its ratio
 time over the measured one. Phases:
 
     decode     by model, batch and mean length: a live server's tokens, or the engine's steps
-    prefill    prompts long enough that the GPU is the bound, not the host that launches kernels
-    paced      the engine's steps with its host: from one to the next
+    prefill    prompts long enough that the GPU is the bound, not the host that launches kernels.
+               Each comes after a pause, so the GPU has its full clock
+    in a row   the engine's steps with its host, from one to the next: at the GPU's power limit
+    contexts   the engine's decodes by context, on a machine without a profile of its GEMMs
     load       weights of whole models, by a live server's counters
     switch     first token of a model that is absent, and tokens whose weights stream
     rotation   blocks of 2 MiB out of and into a GPU's memory, one way and both ways
     roofline   a GPU that we do not have: decode steps and prompts of published tables (A100)
+    cpu        requests and steps of a CPU server, beside a profile that another load made
 """
 
 import argparse
@@ -22,13 +25,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kernel_times import PROFILE, predicted_s
 from report import report
 
 from c2cserve.core.step import SeqStep, Step
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
+from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED, Chooser
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import load_profile
 from c2cserve.sim.world.costs import Costs
 from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice, build
 from c2cserve.sim.world.shapes import SimModel, catalogue
-from c2cserve.sim.world.tables import StepTable, Tables
+from c2cserve.sim.world.tables import StepTable, Tables, linear_bytes
 
 RESULTS = Path(__file__).parent / "results"
 _MIXES = ("weights_mix_h200_ninth.json", "weights_mix_h200_fourteenth.json")
@@ -45,7 +53,13 @@ _LONG = 2048
 """Tokens of prompts that keep an H200 for longer than their launch takes."""
 _CONTEXT = 600
 """Mean length of `step_launch.py`'s sequences."""
+_STEPS, _STEPS_BY_CONTEXT = "step_launch_h200.json", "step_phases_h200.json"
+_KNOWN = "known speeds"
+"""By what GEMMs are picked without a profile."""
+_IN_A_ROW = 12
+"""Which one of the steps in a row is the median of those that the engine's benchmarks time."""
 _ROTATED_KIB = 2048
+_PAUSE_S = 1000.0
 _FEW = 16
 """Decodes of a step whose time is that of its weights, for the most part."""
 _A100 = "a100x4+xeon6462cx4"
@@ -71,6 +85,7 @@ class CostModel:
         self.links = dict(machine.links)
         self.slice = slice_
         self._costs = Costs(tables)
+        self._idle_s = 0.0
 
     @classmethod
     def of(cls, hardware: str) -> "CostModel":
@@ -78,12 +93,13 @@ class CostModel:
         [slice_] = [one for one in machine.slices if one.h2d][:1]
         return cls(machine, slice_, machine.hardware.tables)
 
-    def decode_s(self, model: SimModel, batch: int, length: float) -> float:
+    def decode_s(self, model: SimModel, batch: int, length: float, steps: int = 1) -> float:
+        """Return the seconds of the last one of so many steps in a row."""
         parts = [SeqStep(str(i), round(length), 1, (), False, True) for i in range(batch)]
-        return self._step_s(model, parts)
+        return self._step_s(model, parts, steps)
 
-    def prefill_s(self, model: SimModel, tokens: int) -> float:
-        return self._step_s(model, [SeqStep("0", 0, tokens, (), True, True)])
+    def prefill_s(self, model: SimModel, tokens: int, steps: int = 1) -> float:
+        return self._step_s(model, [SeqStep("0", 0, tokens, (), True, True)], steps)
 
     def streamed_s(self, model: SimModel, tokens: int, context: int = 0) -> float:
         """Return the seconds of a step whose weights all come over the link."""
@@ -91,9 +107,16 @@ class CostModel:
         cost = self._costs.step(step, model, self.slice, 0.0)
         return max(cost.floor_s, cost.link_bytes / self.slice.load_bytes_per_s)
 
-    def _step_s(self, model: SimModel, parts: Sequence[SeqStep]) -> float:
+    def _step_s(self, model: SimModel, parts: Sequence[SeqStep], steps: int) -> float:
+        """The GPU was idle before the first of the steps."""
         step = Step(0, model.spec.id, tuple(parts))
-        return self._costs.step(step, model, self.slice, 1.0).floor_s
+        cost = self._costs.step(step, model, self.slice, 1.0)
+        now = self._idle_s = self._idle_s + _PAUSE_S
+        took_s = 0.0
+        for _ in range(steps):
+            took_s = self._costs.lasting_s(cost, self.slice, now)
+            now += took_s
+        return took_s
 
 
 def model_of(name: str) -> SimModel:
@@ -105,11 +128,13 @@ def rows(hardware: str) -> Iterator[Row]:
     ours = CostModel.of(hardware)
     for name in _MIXES:
         yield from _of_times(ours, name)
-    yield from _of_steps(ours, "step_launch_h200.json")
+    yield from _of_steps(ours, _STEPS)
+    yield from by_context(ours, _STEPS_BY_CONTEXT)
     yield from _of_engine(ours)
     for name in _LOADS:
         yield from _of_loads(ours, name)
     yield from _of_rotation(ours, "transfers_small_h200.json")
+    yield from _of_cpu("simulator_fidelity.json")
     yield from _of_published()
 
 
@@ -139,20 +164,83 @@ def _of_times(ours: CostModel, file: str) -> Iterator[Row]:
 
 
 def _of_steps(ours: CostModel, file: str) -> Iterator[Row]:
-    """Yield the engine's steps of an 8B: the GPU's own time, and that from step to step. (The
-    host's part is simulated apart, by `sim.world.host_thread`.)"""
+    """Yield the engine's steps of an 8B: the GPU's own time after a pause, and from step to step.
+    (The host's part is simulated apart, by `sim.world.host_thread`.)"""
     model = model_of("llama-8b")
     for step in read(file)["steps"]:
         decodes, prompt = step["decodes"], step["prompt_tokens"]
         if decodes and prompt:
             continue
         if decodes:
-            case, simulated_s = f"batch {decodes}", ours.decode_s(model, decodes, _CONTEXT)
+            case = f"llama-8b, batch {decodes}, engine"
+            once_s, again_s = (ours.decode_s(model, decodes, _CONTEXT, n) for n in (1, _IN_A_ROW))
         else:
-            case, simulated_s = f"{prompt} tokens", ours.prefill_s(model, prompt)
-        phase, case = _decode(decodes) if decodes else "prefill", f"llama-8b, {case}, engine"
-        yield Row(phase, f"{case}, GPU", step["gpu_s"], simulated_s, file)
-        yield Row("paced", case, step["wall_s"], simulated_s, file)
+            case = f"llama-8b, {prompt} tokens, engine"
+            once_s, again_s = (ours.prefill_s(model, prompt, n) for n in (1, _IN_A_ROW))
+        yield Row(_decode(decodes) if decodes else "prefill", case, step["gpu_s"], once_s, file)
+        yield Row("in a row", case, step["wall_s"], again_s, file)
+
+
+def by_context(ours: CostModel, file: str) -> Iterator[Row]:
+    """Yield `step_phases.py`'s steps: decodes by context, and prompts after a pause and in a row.
+    What picks of GEMMs by known speeds cost is added where there was no profile."""
+    if not (RESULTS / file).exists():
+        print(f"{file} is not among the results: its cases are left out")
+        return
+    results = read(file)
+    profiled = not results["picked_by"].startswith(_KNOWN)
+    for step in results["steps"]:
+        model, prompt = model_of(step["shape"]), step.get("prompt_tokens")
+        if prompt:
+            case = f"{step['shape']}, {prompt} tokens, {step['attention']} attention, engine"
+            once_s, again_s = (ours.prefill_s(model, prompt, n) for n in (1, _IN_A_ROW))
+            yield Row("contexts, prefill", case, step["gpu_s"], once_s, file)
+            yield Row("contexts, in a row", case, step["wall_s"], again_s, file)
+            continue
+        decodes, context = step["decodes"], step["context"]
+        case = f"{step['shape']}, batch {decodes}, length {context}, engine"
+        simulated_s = ours.decode_s(model, decodes, context, _IN_A_ROW)
+        if not profiled and decodes <= ROWS_STREAMED:
+            simulated_s += _unprofiled_s(model, decodes)
+        yield Row("contexts, decode", case, step["wall_s"], simulated_s, file)
+        if "after_prompts_s" in step:
+            soon_s = step["after_prompts_s"]
+            yield Row("contexts, decode after prompts", case, soon_s, simulated_s, file)
+
+
+def _unprofiled_s(model: SimModel, rows: int) -> float:
+    """Return by how much longer the GEMMs of a decode step are if they are picked without a
+    profile. The profile of an H200 says what both picks take there."""
+    gpu, sms = "NVIDIA H200", 132
+    measured = Chooser(load_profile(RESULTS / PROFILE, gpu=gpu))
+    known = Chooser(assumed_profile(gpu).profile)
+
+    def more_s(n: int, k: int) -> float:
+        asked = Question(rows, n, k, "bfloat16", "hbm", sms, by_map=True)
+        return predicted_s(measured, asked, known) - predicted_s(measured, asked, measured)
+
+    shape = model.shape
+    hidden = shape.heads * shape.head_dim
+    # A layer's parameters have some for norms, so what is left for GEMMs is not quite a shape's.
+    qkv, out, gate_up, down = (64 * round(size / 128 / hidden) for size in linear_bytes(shape))
+    layer_s = more_s(qkv, hidden) + more_s(out, hidden) + more_s(gate_up, hidden)
+    layer_s += more_s(hidden, down)
+    return shape.layers * layer_s + more_s(shape.vocabulary_parameters // hidden, hidden)
+
+
+def _of_cpu(file: str) -> Iterator[Row]:
+    """Yield a CPU server's requests beside simulated ones, and its steps beside its profile, which
+    is of another load."""
+    results = read(file)
+    for name, what in (("ttft_p50_s", "first token, median"), ("tpot_p50_s", "token, median")):
+        yield Row("cpu", what, results["live"][name], results["simulated"][name], file)
+    kinds = results.get("phases")  # results before November 23 have one median of all steps
+    if kinds is None:
+        yield Row("cpu", "a step, over the profile's", results["step_drift"], 1.0, file)
+        return
+    for kind, one in kinds.items():
+        took_s = one["measured_s"]
+        yield Row("cpu", f"a step: {kind}", took_s, one["ratio"] * took_s, file)
 
 
 def _of_engine(ours: CostModel) -> Iterator[Row]:

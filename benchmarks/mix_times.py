@@ -326,7 +326,9 @@ def _between_s(model: str, prompt: int, batch: int, send: Send) -> float | None:
     """Return the median answer's mean time per token in its second half, when all requests decode.
     None: some were refused, so the batch was smaller.
 
-    A client that is late reads several tokens at once, so single gaps say little."""
+    A client that is late reads several tokens at once, so single gaps say little. The same requests
+    are sent twice, as steps of a new size are launched kernel by kernel, and then captured."""
+    send([Shape(model, prompt, _DECODED)] * batch, batch)
     records = send([Shape(model, prompt, _DECODED)] * batch, batch)
     if not all(record.ok for record in records):
         return None

@@ -6,13 +6,14 @@ A server with small models runs a calibration load, then a segment of a real tra
 `rounds` times. Its record of the calibration loads alone becomes the simulator's profile
 (`c2cserve calibrate`); the simulator gets the same requests. Other work on the machine changes how
 long steps take: `drift` is what the steps of the segments took, over what the profile says of them.
+`phases` has the same by kind of step, as medians: prompts, decodes by batch, and both in one step.
 """
 
 import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -28,16 +29,27 @@ from c2cserve.bench.plan import Shape
 from c2cserve.bench.prompts import Options, Prompts, Style
 from c2cserve.runtime.replay import replay
 from c2cserve.serving.catalog_shapes import find_models
-from c2cserve.sim.planning.calibrate import Calibration, Window, calibrate, observe, spread
+from c2cserve.sim.planning.calibrate import (
+    Calibration,
+    Timed,
+    Window,
+    calibrate,
+    observe,
+    spread,
+)
 from c2cserve.sim.report import in_time, on_pace
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.build import WorkloadSettings, workload
+from c2cserve.sim.world.costs import table_seconds
 from c2cserve.sim.world.requests import SimRequest, TrackedRequest
+from c2cserve.sim.world.tables import StepTable
 
 SHORTER = 8
 """Lengths of the trace are divided by this."""
 PROMPT_MAX, OUTPUT_MAX = 192, 64
 BATCHES = (1, 2, 4, 8, 16)
+_FEW_STEPS = 10
+"""A kind of step with fewer is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +206,31 @@ def profile(record: Path, run: Run) -> Calibration:
     return replace(found, request_s=median(beside))
 
 
+def phases(steps: Sequence[Timed], tables: Mapping[str, StepTable]) -> dict[str, Any]:
+    """Return by kind of step what steps took, and what the profile says of them: medians, and how
+    many there were."""
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for one in steps:
+        decodes, parts = len(one.decodes()), len(one.step.seqs)
+        if not decodes:
+            kind = "prompts"
+        elif decodes < parts:
+            kind = "prompts and decodes"
+        else:
+            kind = f"decodes, up to {1 << (decodes - 1).bit_length()}"
+        said_s, _ = table_seconds(one.step, tables[one.step.model], 0)
+        kinds.setdefault(kind, []).append((one.took_s, said_s))
+    return {
+        kind: {
+            "steps": len(pairs), "measured_s": median(took_s for took_s, _ in pairs),
+            "simulated_s": median(said_s for _, said_s in pairs),
+            "ratio": median(said_s / took_s for took_s, said_s in pairs),
+        }
+        for kind, pairs in sorted(kinds.items())
+        if len(pairs) >= _FEW_STEPS
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", default="slinfer32")
@@ -214,7 +251,8 @@ def main() -> None:
         found = profile(record, run)
         hardware = found.write(folder / "profile")
         requests = simulate(hardware, catalog, asked, found.noise)
-        drift, _ = spread(observe(record, run.segments).steps, found.tables)
+        steps = observe(record, run.segments).steps
+        drift, _ = spread(steps, found.tables)
         same = replay(record).equal
     ours, real = simulated_figures(requests), live_figures(run.records)
     results: dict[str, Any] = {
@@ -224,6 +262,7 @@ def main() -> None:
         "tpot_p50_ratio": ours.tpot_p50_s / real.tpot_p50_s,
         "attainment_points": 100 * (ours.attainment - real.attainment),
         "step_drift": drift,
+        "phases": phases(steps, found.tables),
         "noise": found.noise,
         "request_s": found.request_s,
         "record_replays_equal": same,

@@ -7,7 +7,8 @@ All weights are in HBM. A live step of 32 requests with 1,040 tokens takes longe
 `cost_model.py` says, and no result says whether the engine's does. Prompts in a row take longer
 than the GPU's time for one of them, though the host launches them in less. So this measures:
 
-    decodes    16, 32 and 64 sequences with 32, 600 and 1,040 tokens: from step to step, on the GPU
+    decodes    16, 32 and 64 sequences with 32, 600 and 1,040 tokens: from step to step, on the GPU,
+               and as live ones are measured: the second half of 32 steps that follow on the prompts
     prompts    2,048 and 4,096 tokens: on the GPU after a pause, from step to step in a row, by the
                host, and each with our own attention too, where FlashInfer's is installed
 
@@ -36,6 +37,8 @@ CONTEXTS = (32, 600, 1040)
 DECODES = (16, 32, 64)
 PROMPTS = (2048, 4096)
 _KV_BYTES = 28 << 30
+_AFTER_PROMPTS = 32
+"""Steps that follow on prompts. A live server's decodes are measured in the second half of them."""
 _EVERY_S = 0.02
 
 Reading = tuple[float, float]
@@ -48,11 +51,20 @@ class Phases(Bench):
 
     def decodes(self, count: int, context: int, read: Read) -> dict[str, Any]:
         """Return the times of a step of so many sequences, which begin with `context` tokens."""
-        talks = self._talks(count, context)
-        return self._row(talks, 0, read) | {"decodes": count, "context": context}
+        row = self._row(self._talks(count, context), 0, read)
+        soon_s = self._after_prompts_s(count, context)
+        return row | {"after_prompts_s": soon_s, "decodes": count, "context": context}
 
     def prompt(self, tokens: int, read: Read) -> dict[str, Any]:
         return self._row([], tokens, read) | {"prompt_tokens": tokens}
+
+    def _after_prompts_s(self, count: int, context: int) -> float:
+        """Return the seconds of a step, soon after prompts that kept the GPU busy. Its graph was
+        captured before."""
+        talks = self._talks(count, context)
+        times = self._engine.steps([talks] * _AFTER_PROMPTS)
+        self._engine.end()
+        return median(times[len(times) // 2 :])
 
     def _row(self, talks: Sequence[str], tokens: int, read: Read) -> dict[str, Any]:
         host_s = median(self._host_s(talks, tokens) for _ in range(self._steps))
@@ -132,7 +144,8 @@ def _line(row: dict[str, Any]) -> str:
         if "prompt_tokens" in row
         else f"{row['decodes']} decodes at {row['context']}"
     )
-    times = "".join(f" {name[:-2]} {1e3 * row[name]:.2f}" for name in ("gpu_s", "wall_s", "host_s"))
+    names = ["gpu_s", "wall_s", "host_s", *(["after_prompts_s"] if "decodes" in row else [])]
+    times = "".join(f" {name[:-2]} {1e3 * row[name]:.2f}" for name in names)
     power = "" if row["watts"] is None else f" {row['clock_mhz']:.0f} MHz, {row['watts']:.0f} W"
     return f"{row['shape']:<10}{what:<36}{times} ms{power}"
 

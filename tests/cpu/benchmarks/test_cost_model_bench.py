@@ -4,8 +4,9 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
+import cost_model
 import pytest
-from cost_model import rows, summary
+from cost_model import CostModel, rows, summary
 from kernel_times import table
 
 from c2cserve.sim.show import step_times
@@ -19,15 +20,48 @@ def ratios(phase: str) -> str:
     return f"{one['least']:.2f} to {one['largest']:.2f}"
 
 
-@pytest.mark.parametrize("phase", ["load", "switch", "rotation"])
-def test_what_the_link_does_is_within_a_tenth(phase: str) -> None:
+@pytest.mark.parametrize(
+    "phase", ["decode, up to 16", "in a row", "load", "switch", "rotation", "cpu"]
+)
+def test_all_cases_of_these_phases_are_within_a_tenth(phase: str) -> None:
     assert PHASES[phase]["within_tenth"] == 1.0
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode, up to 16", "decode, 32 to 256"])
-def test_most_prompts_and_decodes_are_within_a_tenth(phase: str) -> None:
-    assert PHASES[phase]["within_tenth"] > 0.65
+@pytest.mark.parametrize("phase", ["prefill", "decode, 32 to 256"])
+def test_most_prompts_and_larger_decodes_are_within_a_tenth(phase: str) -> None:
+    assert PHASES[phase]["within_tenth"] > 0.6
     assert PHASES[phase]["median"] == pytest.approx(1.0, abs=0.06)
+
+
+def steps(picked_by: str) -> dict[str, object]:
+    """Return a result of `step_phases.py` with a step of each kind."""
+    times = {"gpu_s": 0.05, "wall_s": 0.06, "shape": "llama-8b", "attention": "own"}
+    return {
+        "results": {
+            "picked_by": picked_by,
+            "steps": [{**times, "prompt_tokens": 2048}, {**times, "decodes": 32, "context": 600}],
+        }
+    }
+
+
+def test_steps_by_context_are_judged_where_they_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("profile_h200x2.json",):
+        (tmp_path / name).write_text((cost_model.RESULTS / name).read_text())
+    monkeypatch.setattr(cost_model, "RESULTS", tmp_path)
+    ours, file = CostModel.of("h200-x1"), tmp_path / "phases.json"
+    assert list(cost_model.by_context(ours, file.name)) == []
+    assert "left out" in capsys.readouterr().out
+    found: dict[str, list[cost_model.Row]] = {}
+    for picked_by in ("profile of a day", "known speeds of an NVIDIA H200"):
+        file.write_text(json.dumps(steps(picked_by)))
+        found[picked_by[:5]] = list(cost_model.by_context(ours, file.name))
+    once, row, decode = found["profi"]
+    assert [one.measured_s for one in (once, row, decode)] == [0.05, 0.06, 0.06]
+    assert once.simulated_s < row.simulated_s, "power limits prompts in a row"
+    assert 1.05 < found["known"][2].simulated_s / decode.simulated_s < 1.15
+    assert found["known"][:2] == [once, row], "prompts have cuBLAS's GEMMs in any case"
 
 
 def test_the_kernel_times_are_those_of_the_results() -> None:

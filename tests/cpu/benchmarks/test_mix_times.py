@@ -85,6 +85,27 @@ def test_a_prompts_time_is_what_it_keeps_from_others() -> None:
     assert read_times(json.loads(json.dumps({"times": times.as_json()}))) is not None
 
 
+def test_decodes_of_a_size_count_once_their_graphs_are_captured() -> None:
+    """A server captures a graph when it meets a size for the second time, which delays tokens."""
+    met: set[tuple[str, int, int]] = set()
+    server = FakeServer()
+
+    def send(asked: Sequence[Shape], together: int | None) -> list[Record]:
+        records = server.send(asked, together)
+        if together is None or together == 1:
+            return records
+        size = asked[0].model, asked[0].input_tokens, together
+        if size not in met:
+            met.add(size)
+            return [answered(one, 5e-3, 7e-3) for one in asked]
+        return records
+
+    times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test")
+    assert dict(times.decode["tiny-llama"]["24"]) == pytest.approx(
+        {1: 1.1e-3, 2: 1.2e-3, 4: 1.4e-3}
+    )
+
+
 def test_a_batch_that_was_refused_in_part_has_no_time() -> None:
     times = measure_times(TINY, {"tiny-llama": "m"}, FakeServer(refuses=4).send, "a test")
     assert [batch for batch, _ in times.decode["tiny-llama"]["24"]] == [1, 2]

@@ -39,6 +39,7 @@ def test_each_kind_of_step_has_its_times_and_the_gpus_clock(
     decodes = [(row["decodes"], row["context"]) for row in rows[1:]]
     assert decodes == [(1, 5), (2, 5), (1, 18), (2, 18)]
     assert all(row[time] > 0 for row in rows for time in ("wall_s", "host_s", "gpu_s"))
+    assert all(row["after_prompts_s"] > 0 for row in rows[1:])
     assert {row["clock_mhz"] for row in rows} == {1980.0}
     assert json.loads(out.read_text())["results"]["steps"] == rows
     assert "2 decodes at 18" in capsys.readouterr().out

@@ -7,7 +7,9 @@ import pytest
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.sim.world.costs import Costs
 from c2cserve.sim.world.hardware import SimulatedSlice, build
-from c2cserve.sim.world.shapes import SimModel, shape_of
+from c2cserve.sim.world.requests import SimRequest
+from c2cserve.sim.world.shapes import SimModel, catalogue, shape_of
+from c2cserve.sim.world.simulation import Settings, Simulation
 from c2cserve.sim.world.tables import Tables, interpolate, linear_bytes, read_tables
 
 MEASURED = build("h200-x1").slices[0]
@@ -120,7 +122,7 @@ def test_measured_kernels_add_up() -> None:
     kernels, shape = MEASURED.kernels, shape_of("llama-3.1-8b")
     assert kernels is not None
     layer = sum(kernels.gemm_s(32, size) for size in linear_bytes(shape))
-    layer += kernels.decodes_s(32 * 601 * 4096, 601 * 4096)
+    layer += kernels.decodes_s(32 * 601 * 4096, 601 * 4096) + kernels.others_s
     output_s = kernels.gemm_s(32, 2 * 128_256 * 4096)
     activations_s = 24 * 32 * 4096 * 32 / MEASURED.hbm_bytes_per_s
     expected_s = 32 * layer + output_s + activations_s
@@ -131,6 +133,57 @@ def test_the_four_gemms_of_a_layer_are_those_of_the_checkpoint() -> None:
     measured = [6144 * 4096, 4096 * 4096, 28_672 * 4096, 4096 * 14_336]
     found = linear_bytes(shape_of("llama-3.1-8b"))
     assert found == pytest.approx([2.0 * one for one in measured], rel=1e-4)
+
+
+def test_attention_of_few_tokens_takes_less_than_the_shortest_that_was_timed() -> None:
+    kernels = MEASURED.kernels
+    assert kernels is not None
+    few, timed = kernels.decodes_s(32 * 4096, 32 * 4096), kernels.decodes_s(512 * 4096, 512 * 4096)
+    assert few < 0.5 * timed
+    assert timed == pytest.approx(12.11e-6, rel=0.01)  # alone, as it was timed
+
+
+def in_a_row(costs: Costs, now: float, count: int, *parts: tuple[int, int]) -> list[float]:
+    """Return the seconds of steps of an 8B that follow one another."""
+    cost = costs.step(step(*parts), model("llama-3.1-8b"), MEASURED, 1.0)
+    found: list[float] = []
+    for _ in range(count):
+        found.append(costs.lasting_s(cost, MEASURED, now))
+        now += found[-1]
+    return found
+
+
+def test_prompts_in_a_row_take_longer_until_the_clock_is_what_power_sustains() -> None:
+    costs = Costs(Tables({}))
+    cost = costs.step(step((0, 2048)), model("llama-3.1-8b"), MEASURED, 1.0)
+    assert MEASURED.kernels is not None
+    power = MEASURED.kernels.power
+    row = in_a_row(costs, 1000.0, 12, (0, 2048))
+    assert row == sorted(row)
+    assert cost.floor_s < row[0] < 1.05 * cost.floor_s
+    sustained_s = cost.floor_s + (power.sustained - 1.0) * cost.arithmetic_s
+    assert row[-1] == pytest.approx(sustained_s, rel=2e-3)
+    assert in_a_row(costs, 2000.0, 1, (0, 2048)) == pytest.approx(row[:1]), "after a pause"
+
+
+def test_the_clock_rises_while_arithmetic_rests() -> None:
+    costs = Costs(Tables({}))
+    row = in_a_row(costs, 1000.0, 12, (0, 2048))
+    soon_s = 1000.0 + sum(row) + 0.1
+    [again_s] = in_a_row(costs, soon_s, 1, (0, 2048))
+    assert row[0] < again_s < row[-1]
+
+
+def test_decodes_are_no_slower_at_a_fallen_clock() -> None:
+    costs = Costs(Tables({}))
+    prompts = in_a_row(costs, 1000.0, 12, (0, 2048))
+    assert (
+        in_a_row(costs, 1000.0 + sum(prompts), 2, *[(600, 1)] * 32)
+        == [seconds(MEASURED, *[(600, 1)] * 32)] * 2
+    )
+    assert in_a_row(costs, 1e4, 12, *[(600, 1)] * 256)[-1] > seconds(MEASURED, *[(600, 1)] * 256), (
+        "GEMMs of so many rows wait for arithmetic"
+    )
 
 
 def test_one_long_sequence_is_read_by_few_sms() -> None:
@@ -160,3 +213,21 @@ def test_more_of_a_resource_shortens_what_it_binds(parts: list[tuple[int, int]])
 
 def test_a_partition_has_the_roofline() -> None:
     assert build("h200-x1:green4").slices[0].kernels is None
+
+
+def prompts_s(apart_s: float) -> float:
+    """Simulate nine prompts so far apart, after one that waits for its weights. Return the seconds
+    of steps that did not wait for the link."""
+    [llama] = catalogue("llama-3.1-8b")
+    requests = [SimRequest(20.0 + apart_s * i, llama.spec.id, 2048, 1) for i in range(9)]
+    first = SimRequest(0.0, llama.spec.id, 2048, 1)
+    simulation = Simulation(
+        build("h200-x1"), [llama], [first, *requests], None, Settings(as_live=True)
+    )
+    simulation.run()
+    [one] = simulation.slices.values()
+    return one.use.compute_s + one.use.memory_s
+
+
+def test_simulated_prompts_in_a_row_take_longer_than_single_ones() -> None:
+    assert 1.05 < prompts_s(0.01) / prompts_s(5.0) < 1.13

@@ -192,7 +192,8 @@ class Compute:
         alpha = self.alphas.get(step.model, context.hybrid)
         cost = context.costs.step(step, model, simulated, cached, alpha, self._times[self._current])
         scale = spread_of(context.random, context.noise) if context.noise else 1.0
-        floor_s = self._lasting(step, scale * cost.floor_s)
+        alone_s = scale * context.costs.lasting_s(cost, simulated, self._step_s)
+        floor_s = self._lasting(step, alone_s)
         self._floor_s, self._compute_share = floor_s, cost.compute_share
         streamed = self._streamed_bytes = cost.link_bytes if h2d else 0.0
         self.use.streamed_bytes += streamed

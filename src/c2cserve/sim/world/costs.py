@@ -32,11 +32,13 @@ from c2cserve.core.step import Step
 from c2cserve.core.value import value
 from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.shapes import SimModel
-from c2cserve.sim.world.tables import KernelTimes, StepTable, Tables
+from c2cserve.sim.world.tables import KernelTimes, PowerLimit, StepTable, Tables
 
 _MAGIC = 4.0 * exp(-0.5) / sqrt(2.0)
 """A factor of the ratio method for normal numbers."""
 _TILE = 128
+_WAITS = 1.25
+"""GEMMs that take so many times as long as reading their weights wait for arithmetic."""
 _ACTIVATION_FACTOR = 24
 """Bytes that the activations of one token move in memory per layer, in units of the hidden size.
 They are inputs and outputs of seven GEMMs and of the norms between them, 16 bit."""
@@ -51,6 +53,8 @@ class StepCost:
     """Share of the floor that compute sets; memory sets the rest. In measured tables: prefills."""
     memory_bytes: float = 0.0
     """Bytes read and written in the slice's own memory, by the roofline."""
+    arithmetic_s: float = 0.0
+    """Seconds of the floor whose kernels wait for arithmetic alone, where kernels were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +85,45 @@ class _Terms:
     """Rows -> seconds of all layers' GEMMs, as far as they were needed."""
 
 
+class Clock:
+    """The clock of one GPU under its power limit."""
+
+    def __init__(self, limit: PowerLimit) -> None:
+        self._limit = limit
+        self._fallen = 0.0
+        """How far it had fallen at `_since_s`, as a share of the way."""
+        self._since_s = 0.0
+
+    def lasting_s(self, now: float, floor_s: float, arithmetic_s: float) -> float:
+        """Return the seconds of a step that begins now, of those that it takes at the full clock.
+
+        `arithmetic_s`: those of them in which it waits for arithmetic, more than none."""
+        limit = self._limit
+        settle_s = limit.settle_s
+        risen = 1.0 - self._fallen * exp(-max(0.0, now - self._since_s) / settle_s)
+        left = exp(-floor_s / settle_s)
+        fallen = 1.0 - risen * settle_s / floor_s * (1.0 - left)
+        took_s = floor_s + (limit.sustained - 1.0) * fallen * arithmetic_s
+        self._fallen, self._since_s = 1.0 - risen * left, now + took_s
+        return took_s
+
+
 class Costs:
     """Costs of steps. The `SimulatedSlice` sets the speed, the `SimModel` the amount."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
         self._terms: dict[tuple[str, str], _Terms] = {}
+        self._clocks: dict[str, Clock] = {}
+
+    def lasting_s(self, cost: StepCost, simulated: SimulatedSlice, now: float) -> float:
+        """Return the floor of a step that begins now, at the clock that the slice's GPU has."""
+        if simulated.kernels is None or cost.arithmetic_s <= 0.0:
+            return cost.floor_s
+        clock = self._clocks.get(simulated.slice.id)
+        if clock is None:
+            clock = self._clocks[simulated.slice.id] = Clock(simulated.kernels.power)
+        return clock.lasting_s(now, cost.floor_s, cost.arithmetic_s)
 
     def step(
         self,
@@ -174,9 +211,10 @@ def _of_kernels(
         gemms_s = terms.layers_s[tokens] = kernels.layers_s(model.shape, tokens)
         terms.layers_s[1] = kernels.layers_s(model.shape, 1)
     read_s = cached * terms.layers_s[1]
+    bound = gemms_s > _WAITS * terms.layers_s[1]
     if cached < 1.0:
         gemms_s = max(cached * gemms_s, terms.token_s * tokens)
-    memory_s = terms.activation_s * tokens
+    memory_s = terms.activation_s * tokens + terms.layers * kernels.others_s
     if emits and terms.output_bytes:
         memory_s += kernels.gemm_s(emits, terms.output_bytes)
     if context:
@@ -186,9 +224,11 @@ def _of_kernels(
     compute_s = 0.0
     if pairs:
         compute_s = terms.layers * kernels.prompts_s(terms.pair_flop * pairs)
+    arithmetic_s = compute_s + gemms_s if bound else 0.0
     compute_s += max(0.0, gemms_s - read_s)
     floor_s = compute_s + min(gemms_s, read_s) + memory_s
-    return StepCost(floor_s, model.spec.step_bytes(tokens) * (1.0 - cached), compute_s / floor_s)
+    streamed = model.spec.step_bytes(tokens) * (1.0 - cached)
+    return StepCost(floor_s, streamed, compute_s / floor_s, 0.0, arithmetic_s)
 
 
 def table_seconds(step: Step, table: StepTable, extra_tokens: int) -> tuple[float, float]:

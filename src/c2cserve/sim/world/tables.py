@@ -3,17 +3,19 @@
 Steps are prefills by length, and decodes by batch and length. Where only kernels were measured,
 steps of dense models are made of these:
 
-    step = GEMMs of all layers + attention of all layers + GEMM of the output + activations
+    step = layers * (GEMMs + attention + others) + GEMM of the output + activations
 
 Kernels run one after the other. So each has its own bound, and their times add up. GEMMs are looked
 up by rows and bytes of weights. Attention of decodes goes by the bytes of keys and values of a
-layer, that of prompts by FLOP. Times between measured points are on lines.
+layer, that of prompts by FLOP. Times between measured points are on lines. All are times at the
+full clock. Power limits it (`PowerLimit`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from c2cserve.core.value import value
 from c2cserve.sim.world.shapes import Shape
 
 _LENGTH_STEP = 32
@@ -106,6 +108,22 @@ def _table(row: Mapping[str, Any]) -> StepTable:
     return StepTable(prefill, decode, base_s)
 
 
+@value
+class PowerLimit:
+    """What power does to a GPU's clock.
+
+        arithmetic   [ prompt ........ ][ prompt ........ ]                 [ prompt ...
+        clock        ~~~~~\\____________ __________________ ____/~~~~~~~~~~~ ~~~~~\\_____
+
+    Tensor cores that are busy take more than the GPU may. So its clock falls, and rises when they
+    rest. Steps that wait for memory take no longer meanwhile."""
+
+    sustained: float = 1.0
+    """How many times as long arithmetic takes at the clock that power sustains; 1: no limit."""
+    settle_s: float = 1.0
+    """The clock approaches its end as exp(-t / settle_s), both ways."""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
     """Kernels of one GPU, with all of its SMs. Seconds."""
@@ -120,6 +138,9 @@ class KernelTimes:
     sequence."""
     prompts: Points
     """(FLOP of a layer, seconds)."""
+    others_s: float = 0.0
+    """A layer's norms, activations and launches, whatever the number of tokens."""
+    power: PowerLimit = PowerLimit()
     memory_speed: float = 1.0
     """How many times as fast memory is as it was measured,"""
     compute_speed: float = 1.0
@@ -130,9 +151,11 @@ class KernelTimes:
     """What was computed before."""
 
     def faster(self, memory: float, compute: float) -> "KernelTimes":
-        """Return the same with memory and arithmetic so many times as fast."""
+        """Return the same with memory and arithmetic so many times as fast. All else gains what
+        both do."""
         return KernelTimes(
             self.sms, self.gemm, self.decodes, self.one_decode, self.prompts,
+            self.others_s / min(memory, compute), self.power,
             self.memory_speed * memory, self.compute_speed * compute,
         )  # fmt: skip
 
@@ -184,6 +207,8 @@ def read_kernels(raw: Mapping[str, Any]) -> KernelTimes:
     return KernelTimes(
         int(raw["sms"]), gemm, _points(attention["decodes_us"]),
         _points(attention["one_decode_us"]), _points(attention["prompts_us"]),
+        float(raw["others_us"]) / 1e6,
+        PowerLimit(float(raw["power"]["sustained"]), float(raw["power"]["settle_s"])),
     )  # fmt: skip
 
 
