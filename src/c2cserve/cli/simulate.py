@@ -101,7 +101,7 @@ def simulate(
     record: RecordTo = None,
 ) -> None:
     """Simulate a server: deterministic by its seed."""
-    compiled.use()
+    ctx.meta["policies"] = compiled.status() if compiled.use() else "pure Python"
     from c2cserve.sim.run import Scenario
     from c2cserve.sim.world.faults import parse_fault
     from c2cserve.sim.world.hardware import SliceSettings
@@ -232,7 +232,7 @@ def _written(ctx: typer.Context, result: dict[str, Any], others: Set[str]) -> di
 
     given = {name: value for name, value in ctx.params.items() if name not in others | _FILES}
     given["trace"] = Path(ctx.params["trace"]).name  # where it lies on this machine matters to none
-    return provenance(**given, policies=compiled.status()) | result
+    return provenance(**given, policies=ctx.meta["policies"]) | result
 
 
 def check_plots(folder: Path | None) -> None:

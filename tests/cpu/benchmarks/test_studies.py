@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import studies
 
+from c2cserve.bench.provenance import commit
 from c2cserve.sim.studies.registry import STUDIES
 
 ROW = "| [`{}.json`](x) | `command` | simulated | 2026-01-02 | abc1234 | [page](page.md) |\n"
@@ -24,7 +25,7 @@ def test_a_row_gets_the_date_and_commit_of_its_result() -> None:
 
 
 def result(**fields: Any) -> dict[str, Any]:
-    return {"commit": studies._git("rev-parse", "HEAD"), "parameters": {}} | fields
+    return {"commit": commit(), "parameters": {}} | fields
 
 
 @pytest.mark.parametrize(
