@@ -30,8 +30,12 @@ ROOT = Path(__file__).parent.parent
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "benchmarks.md"
 _SIMULATE = ("-m", "c2cserve", "simulate")
-_SOURCES = ("core", "policy", "runtime/driver.py", "sim")
-_NOT_SIMULATED = ("policy/fleet", "sim/planning", "sim/show.py", "sim/compiled.py")
+_SOURCES = (
+    "core", "policy", "runtime/driver.py", "sim/data", "sim/policies", "sim/report.py",
+    "sim/run.py", "sim/workload", "sim/world",
+)  # fmt: skip
+_NOT_SIMULATED = "policy/fleet"
+_STUDIES = "src/c2cserve/sim/studies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +65,14 @@ class Result:
         return command
 
 
-def _study(name: str, traces: str = "") -> Result:
-    return Result(f"study_{name}", (*_SIMULATE, "--study", name), traces=traces, plots=not traces)
+def _study(name: str, traces: str = "", beside: tuple[str, ...] = ()) -> Result:
+    sources = tuple(f"{_STUDIES}/{one}.py" for one in (name, *beside))
+    command = (*_SIMULATE, "--study", name)
+    return Result(f"study_{name}", command, sources, traces, plots=not traces)
 
 
 def _benchmark(name: str, script: str, *options: str, beside: tuple[str, ...] = ()) -> Result:
-    sources = tuple(f"benchmarks/{one}.py" for one in (script, *beside))
+    sources = (*(f"benchmarks/{one}.py" for one in (script, *beside)), f"{_STUDIES}/slinfer.py")
     return Result(name, (f"benchmarks/{script}.py", *options), sources)
 
 
@@ -74,7 +80,7 @@ _ROTATION = ("rotation_live", "mix_simulated", "mix_machine", "mix_times")
 _TWO = ("--beside", "llama-3b", "--beside-rate", "1", "--rates", "6,8,10,12,16")
 RATIOS = _benchmark("policy_ratios", "policy_ratios", beside=("ratio_loads",))
 ALL = (
-    _study("c2cserve"),
+    _study("c2cserve", beside=("interference", "hybrid")),
     _study("superinfer"),
     _study("policies"),
     _study("slinfer"),
@@ -129,7 +135,7 @@ def outdated(one: Result) -> str:
         *(str(package / name) for name in _SOURCES),
         *(str(ROOT / name) for name in one.sources),
     ]
-    paths += [f":(exclude){package / name}" for name in _NOT_SIMULATED]
+    paths.append(f":(exclude){package / _NOT_SIMULATED}")
     changed = _git("diff", "--name-only", commit, "--", *paths).split()
     if not changed:
         return ""

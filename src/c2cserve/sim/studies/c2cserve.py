@@ -234,7 +234,25 @@ def _ablations(seed: int, scale: float) -> Part:
         )
         for name, result, published in results
     ]
-    return [figure], findings
+    return [figure, *_beside(trace, models, seed)], findings
+
+
+def _beside(trace: str, models: str, seed: int) -> list[Figure]:
+    """Return what placement is worth if all weights stream, and for models larger than the cache."""
+    kept, anywhere = replace(_PAPER, preset=C2CSERVE), replace(_PAPER.preset, placing="scatter")
+    ttft: list[tuple[float | str, float]] = []
+    met: list[tuple[float | str, float]] = []
+    for name, system in (("streams", _PAPER), ("anywhere", replace(_PAPER, preset=anywhere))):
+        ttft.append((name, report(_run(system, "gh200:mig3", models, trace, seed)).ttft.p99))
+    for name, system in (("kept", kept), ("anywhere", replace(_PAPER, preset=anywhere))):
+        large = report(_run(system, "gh200:mig3", "llama-3.1-8b*6", trace, seed))
+        met.append((name, 100 * large.slo_attainment))
+    return [
+        Figure("c2cserve_fig14_streams", "p99 TTFT if all weights stream", "", "s",
+               {"3B and 1B": ttft}, kind="bars"),
+        Figure("c2cserve_fig14_large", "Six models of 8B: in time", "", "%", {"8B": met},
+               kind="bars"),
+    ]  # fmt: skip
 
 
 def _projection(seed: int, scale: float) -> Part:
