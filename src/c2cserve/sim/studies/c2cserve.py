@@ -238,7 +238,7 @@ def _ablations(seed: int, scale: float) -> Part:
 
 
 def _beside(trace: str, models: str, seed: int) -> list[Figure]:
-    """Return what placement is worth if all weights stream, and for models larger than the cache."""
+    """Return what placement is worth if all weights stream, and for larger models."""
     kept, anywhere = replace(_PAPER, preset=C2CSERVE), replace(_PAPER.preset, placing="scatter")
     ttft: list[tuple[float | str, float]] = []
     met: list[tuple[float | str, float]] = []
