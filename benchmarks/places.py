@@ -85,8 +85,8 @@ def _periods(
 
     text = (files("c2cserve.sim") / "data" / "tables" / TABLE).read_text()
     times: Mapping[str, Any] = json.loads(text)["models"]["llama-2-13b"][f"{kind}:{kind}"]
-    prefill = Line(times["prefill_ms"])
-    token_ms = Line(times["decode_ms"]["1024"]).at(batch)
+    prefill = Line((float(x), float(ms)) for x, ms in times["prefill_ms"])
+    token_ms = Line((float(x), float(ms)) for x, ms in times["decode_ms"]["1024"]).at(batch)
     found: list[tuple[float, float, list[Any]]] = []
     for one in sorted(requests, key=lambda r: r.arrival_s):
         end_s = one.arrival_s + models * (prefill.at(one.prompt) + token_ms * one.output) / 1000

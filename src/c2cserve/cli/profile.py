@@ -1,8 +1,6 @@
 """`c2cserve profile`: measure this machine once; dataflows are picked by it from then on."""
 
 import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -41,6 +39,7 @@ def profile(
     Nothing else should run on it meanwhile. A measurement that fails, or hangs, is left out and
     named at the end.
     """
+    from c2cserve.bench.provenance import commit
     from c2cserve.kernels.gpu.gemm.choice.profile import save_profile
     from c2cserve.profiling.measuring_process import ProcessBench
     from c2cserve.profiling.survey import Lost, Refused, survey
@@ -53,7 +52,7 @@ def profile(
         try:
             paths = _measure_paths(bench, relays=relays)
             measured = survey(
-                bench, commit=_commit(), until_s=until_s, clock=time.monotonic, tell=tell
+                bench, commit=commit(), until_s=until_s, clock=time.monotonic, tell=tell
             )
         except (Refused, Lost) as error:
             raise CliError(f"this GPU cannot be measured: {error}") from error
@@ -112,16 +111,6 @@ def _progress(began_s: float, until_s: float) -> Generator[Callable[[str], None]
             bar.update(task, description=what, completed=time.monotonic() - began_s)
 
         yield tell
-
-
-def _commit() -> str:
-    """Return the commit of the checkout this runs from; "" for an installed package."""
-    root = Path(__file__).parents[3]
-    git = shutil.which("git")
-    if git is None or not (root / ".git").exists():
-        return ""
-    command = [git, "-C", str(root), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _show(measured: "Profile") -> None:

@@ -2,7 +2,7 @@
 exist."""
 
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -64,6 +64,8 @@ Quick = Annotated[bool, typer.Option(help="A small part of the study.")]
 
 _OF_STUDIES = {"plots", "quick"}
 _OF_BOTH = {"study", "trace", "seed", "out"}
+_FILES = {"plots", "out", "record"}
+"""Where a command writes to, which changes no result."""
 
 
 def simulate(
@@ -99,7 +101,7 @@ def simulate(
     record: RecordTo = None,
 ) -> None:
     """Simulate a server: deterministic by its seed."""
-    compiled.use()
+    ctx.meta["policies"] = compiled.status() if compiled.use() else "pure Python"
     from c2cserve.sim.run import Scenario
     from c2cserve.sim.world.faults import parse_fault
     from c2cserve.sim.world.hardware import SliceSettings
@@ -109,7 +111,7 @@ def simulate(
         check_writable(out)
         check_writable(record)
         if study:
-            _study(study, trace, seed, quick, out, plots)
+            _study(ctx, out, plots)
             return
         workload = workload_settings(
             trace or "slinfer64", seed, time_scale, start_s, duration_s, limit, rate_scale, lengths,
@@ -123,7 +125,7 @@ def simulate(
             patience=patience, seed=seed, noise=noise, hybrid=hybrid,
             faults=tuple(map(parse_fault, faults or [])),
         )  # fmt: skip
-        _scenario(scenario, out, record)
+        _scenario(ctx, scenario, out, record)
 
 
 def _check_options(ctx: typer.Context, study: str) -> None:
@@ -186,14 +188,16 @@ def _pair(text: str) -> tuple[str, str]:
     return column, value
 
 
-def _scenario(scenario: "Scenario", out: Path | None, record: Path | None) -> None:
+def _scenario(
+    ctx: typer.Context, scenario: "Scenario", out: Path | None, record: Path | None
+) -> None:
     from c2cserve.serving.catalog_shapes import find_models
     from c2cserve.sim.run import simulate as run
     from c2cserve.sim.show import show, show_without_relays
 
     models = find_models(scenario.catalog)
     result = run(scenario, models, record)
-    written = result.as_json()
+    written = _written(ctx, result.as_json(), _OF_STUDIES | {"study"})
     without = None
     if scenario.slices.relays:
         alone = replace(scenario, slices=replace(scenario.slices, relays=False))
@@ -205,21 +209,30 @@ def _scenario(scenario: "Scenario", out: Path | None, record: Path | None) -> No
             show_without_relays(result, without)
 
 
-def _study(
-    name: str, trace: str, seed: int, quick: bool, out: Path | None, plots: Path | None
-) -> None:
+def _study(ctx: typer.Context, out: Path | None, plots: Path | None) -> None:
     from c2cserve.sim.show import show_studies, show_study
     from c2cserve.sim.studies.registry import STUDIES, StudyOptions, run
 
+    name = ctx.params["study"]
     if name == "list":
         show_studies(STUDIES)
         return
     check_plots(plots)
-    result = run(name, StudyOptions(seed, trace, quick))
+    result = run(name, StudyOptions(ctx.params["seed"], ctx.params["trace"], ctx.params["quick"]))
     if plots is not None:
         save_plots(result.figures, plots)
-    if write(out, result.as_json()):
+    others = ctx.params.keys() - _OF_BOTH - _OF_STUDIES
+    if write(out, _written(ctx, result.as_json(), others)):
         show_study(result)
+
+
+def _written(ctx: typer.Context, result: dict[str, Any], others: Set[str]) -> dict[str, Any]:
+    """Return a result with what is needed to judge it. `others`: options that it is not of."""
+    from c2cserve.bench.provenance import provenance
+
+    given = {name: value for name, value in ctx.params.items() if name not in others | _FILES}
+    given["trace"] = Path(ctx.params["trace"]).name  # where it lies on this machine matters to none
+    return provenance(**given, policies=ctx.meta["policies"]) | result
 
 
 def check_plots(folder: Path | None) -> None:

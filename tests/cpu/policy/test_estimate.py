@@ -107,3 +107,36 @@ def test_short_prompts_do_not_outweigh_a_long_one() -> None:
     for tokens in (16, 512, 16, 20, 30, 16):
         time.learn(0, tokens, 0.013)
     assert 512 * time.prefill_token_s < 0.1
+
+
+def test_chunks_grow_while_prompts_take_no_longer_than_the_weights() -> None:
+    """A step that reads weights over a link takes as long for many tokens as for one."""
+    time = StepTime()
+    time.learn(1, 0, 0.02)
+    chunks: list[int] = []
+    for _ in range(6):
+        chunks.append(time.chunk(1, 0.1, 16, 512))
+        time.learn(1, chunks[-1], 0.02)
+    assert chunks == [16, 32, 64, 128, 256, 512]
+    assert time.chunk(1, 0.01, 16, 512) == 512, "fewer would end no sooner"
+    assert time.chunk(0, 0.1, 16, 512) == 512
+
+
+def test_chunks_fit_again_once_prompts_take_time() -> None:
+    time = StepTime()
+    time.learn(1, 0, 0.02)
+    for tokens in (16, 32, 64):
+        time.learn(1, tokens, 0.02)
+    for _ in range(2):
+        time.learn(1, 128, 0.02 + 0.128)
+    assert time.prefill_token_s > 0.0
+    assert time.chunk(1, 0.05, 16, 512) < 128
+
+
+def test_short_prompts_without_cost_say_little_of_long_ones() -> None:
+    time = StepTime()
+    time.learn(1, 0, 0.02)
+    for _ in range(16):
+        time.learn(1, 9, 0.02)
+    assert time.chunk(1, 0.1, 16, 512) == 18
+    assert time.chunk(0, 0.1, 16, 512) == 64, "as before anything is known"

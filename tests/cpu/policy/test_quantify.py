@@ -72,3 +72,11 @@ def test_what_is_unknown_takes_for_ever() -> None:
     assert UNKNOWN.decode_s(1, 10) == UNKNOWN.prefill_s(1) == float("inf")
     assert UNKNOWN.decode_s(0, 0) == UNKNOWN.prefill_s(0) == 0.0
     assert Learned(0.02, 0.001).prefill_s(50) == pytest.approx(0.05)
+
+
+def test_prompts_without_a_cost_of_their_own_are_known() -> None:
+    """Their arithmetic is hidden where steps wait for weights."""
+    times = Learned(0.02, 0.0)
+    assert times.measured
+    assert times.prefill_s(500) == 0.0
+    assert times.decode_s(1, 10) == 0.02

@@ -79,12 +79,12 @@ class StepTable:
 
 class Learned:
     """The same of a model that was not profiled: what its slice measured last. Unknown takes for
-    ever."""
+    ever. Prompts may take no time of their own, beside weights that cross a link."""
 
     __slots__ = ("_decode_s", "_token_s")
 
     def __init__(self, decode_step_s: float = 0.0, prefill_token_s: float = 0.0) -> None:
-        measured = decode_step_s > 0.0 and prefill_token_s > 0.0
+        measured = decode_step_s > 0.0
         self._decode_s = decode_step_s if measured else _NEVER_S
         self._token_s = prefill_token_s if measured else _NEVER_S
 

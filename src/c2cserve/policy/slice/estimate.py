@@ -3,6 +3,9 @@
 A step takes about `decode_step_s(decodes) + prefill_token_s * prefill tokens`. Decode steps are
 kept by powers of two of the batch (SLINFER section 6 B), with straight lines between them.
 
+Where a step waits for weights to cross a link, the arithmetic of a prompt may be hidden. Then a
+prefill token takes 0 s, which is not the same as an unknown time.
+
 A step may also do what is done once: register memory, capture a graph, compile. Then it takes a
 hundred times as long as the next one, and says nothing about it. So each value comes from the last
 few steps without the slowest. The controller gets none that only one step has shown: it would
@@ -29,9 +32,10 @@ client sees the gap, not the average."""
 
 @dataclass(slots=True)
 class StepTime:
-    """One model on one slice. 0 means: nothing is known yet."""
+    """One model on one slice."""
 
     prefill_token_s: float = 0.0
+    """0: nothing is known yet, or prompts took no longer than the decodes beside them."""
     _prompts: "deque[tuple[int, float]]" = field(default_factory=deque[tuple[int, float]])
     """The last prefills: tokens, and seconds beside those of the decodes."""
     _decodes: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
@@ -46,6 +50,11 @@ class StepTime:
     _answer_s: float = 0.0
     """The batch that was asked for last, and its answer: one is asked for several times. -1: none
     since something was learned."""
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether `prefill_token_s` is known."""
+        return self.prefill_token_s > 0.0 or bool(self._prompts)
 
     @property
     def settled(self) -> tuple[float, float] | None:
@@ -105,9 +114,12 @@ class StepTime:
         return self.decode_step_s(max(1, decodes)) + self.prefill_token_s * prefill_tokens
 
     def chunk(self, decodes: int, allowed_s: float, least: int, most: int) -> int:
-        """Return the prefill tokens that fit into a step of `allowed_s` beside the decodes."""
+        """Return the prefill tokens that fit into a step of `allowed_s` beside the decodes.
+
+        While prompts have cost nothing, each chunk may be twice as large as the largest of them."""
         if self.prefill_token_s <= 0.0:
-            return min(most, least if decodes else _FIRST_CHUNK)
+            free = max([tokens for tokens, _ in self._prompts], default=0)
+            return min(most, max(2 * free, least if decodes else _FIRST_CHUNK))
         rest_s = allowed_s - self.decode_step_s(decodes)
         if rest_s <= 0.0:
             return least

@@ -24,5 +24,9 @@ class Figure:
     small: bool = False
     """Whether it shares a page with many others."""
 
+    def by_name(self) -> dict[str, dict[str, float]]:
+        """Return the values by series and x."""
+        return {name: {str(x): y for x, y in points} for name, points in self.series.items()}
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -44,7 +44,7 @@ class StudyResult:
             "title": self.title,
             "findings": [asdict(finding) for finding in self.findings],
             "figures": [figure.as_json() for figure in self.figures],
-            "data": self.data,
+            "data": {figure.name: figure.by_name() for figure in self.figures} | self.data,
         }
 
 

@@ -12,7 +12,6 @@ B_xfer is the bytes that may rotate per iteration. Link speeds come from the har
 "Without DuplexKV" has the 10 GB/s that the paper measures for copies of 64 KB segments.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from c2cserve.policy.baselines.presets import FCFS, SUPERINFER, Preset
@@ -91,17 +90,7 @@ def study(options: StudyOptions) -> StudyResult:
         figures += more
         findings += found
     title = "SuperInfer figures 16 to 21: rotation of KV on GH200"
-    return StudyResult(title, findings, figures, _by_name(figures))
-
-
-def _by_name(figures: Sequence[Figure]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the values of all figures by figure, series and x."""
-    return {
-        one.name: {
-            name: {str(x): y for x, y in points} for name, points in one.series.items()
-        }
-        for one in figures
-    }  # fmt: skip
+    return StudyResult(title, findings, figures)
 
 
 def _by_rate(base: _Run, quick: bool) -> tuple[list[Figure], list[Finding]]:

@@ -14,10 +14,10 @@ def smallest_budget(
     most: int,
 ) -> int:  # fmt: skip
     """Return the smallest chunk by which `first` has its first token in time (C2CServe section
-    6.3). Return the largest if there is none, or if step times are unknown. Measured times already
-    contain what HBM permits."""
+    6.3). Return the largest if there is none, and a small one while step times are unknown.
+    Measured times already contain what HBM permits."""
     time = model.time
-    if time.prefill_token_s <= 0.0:
+    if not time.knows_prompts:
         return time.chunk(decodes, 0.0, _CHUNK_MIN, most)
     profile = [
         ChunkCost(size, time.step_s(decodes, size), 0.0)
