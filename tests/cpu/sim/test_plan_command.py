@@ -13,6 +13,7 @@ from rich.console import Console
 
 from c2cserve.cli.main import app
 from c2cserve.serving.catalog_shapes import find_models
+from c2cserve.sim.planning import progress
 from c2cserve.sim.planning import show as shown
 from c2cserve.sim.planning.plan import Planner
 from c2cserve.sim.planning.result import Plan, Wishes
@@ -96,6 +97,17 @@ def test_no_figure_is_left_out_in_a_narrow_terminal(
     assert "…" not in text
     for name in ("TPOT p95", "in time", "busy", "pool"):
         assert name in text
+
+
+def test_lines_tell_of_progress_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
+    with progress.progress() as notify:
+        notify("gh200:mig7, 8 models", 1, 3.0)
+        notify("gh200:mig7, 8 models", 2, 2.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "2 simulations, about 2 s left: gh200:mig7, 8 models"
 
 
 def test_several_processes_find_what_one_does(tmp_path: Path) -> None:
