@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from c2cserve.sim.planning.bottleneck import RESOURCES
 from c2cserve.sim.planning.plan import Plan, Planner
 from c2cserve.sim.planning.result import Wishes
 from c2cserve.sim.planning.time_left import TimeLeft
@@ -112,6 +113,26 @@ def test_recorded_plans_have_their_answers(name: str) -> None:
     assert [plan.best.models, plan.beyond.models, plan.binds] == RECORDED[name]["answer"]
     assert plan.best.seeds == plan.beyond.seeds == 5
     assert said[-1][1] == 0.0
+
+
+@pytest.mark.parametrize(("share", "left_s"), [(0.97, 1.5), (0.9, 1.5 + 3.0 + 3.0)])
+def test_the_next_machine_counts_only_where_this_one_seems_to_fail(
+    share: float, left_s: float
+) -> None:
+    """Two seeds of five are done, a second each. Another machine takes three times of two at once,
+    and experiments three."""
+    said: list[float] = []
+    rows = [[4, seed, "", 0, share, 0, 0.5, 1.0] for seed in range(5)]
+    rows += [[4, seed, more, 0, share, 0, 0.5, 1.0] for seed in range(2) for more in RESOURCES]
+    processors = Processors(rows, 2)
+    planner = Planner(
+        Scenario("", "", WorkloadSettings("slinfer128")), catalogue("llama-3.1-8b*4"), 0.95,
+        lambda what, done, left: said.append(left), Wishes(5), processors, 2,
+        lambda: processors.now_s,
+    )  # fmt: skip
+    planner.smallest_machine(["h200-x1", "h200-x2"])
+    assert said[1] == pytest.approx(left_s)
+    assert said[-1] == 0.0
 
 
 def test_time_left_goes_by_simulations_of_about_as_many_models() -> None:

@@ -15,6 +15,7 @@ the one that helps more is the bottleneck.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from statistics import mean
 from time import monotonic
@@ -77,6 +78,9 @@ class Planner:
         self._after: list[Part] = []
         self._whole_trials = _TRIALS
         """Trials of all seeds that the search takes, about. With a line to go by it takes fewer."""
+        self._shares: list[float] = []
+        self._again: Callable[[], None] | None = None
+        """Shares of the seeds of a machine's trial, and what notes anew what follows from them."""
         self._bounded = False
         """Whether the search has found both of its ends."""
         """Models and simulations of what follows this trial."""
@@ -90,10 +94,10 @@ class Planner:
         beyond: Trial | None = None
         for hardware in machines:
             self._machine(hardware)
-        for number, hardware in enumerate(machines):
-            count, seeds = len(self._models), self._wishes.seeds
-            self._expect((count, seeds), [(count, seeds)] * (len(machines) - number - 1))
-            trial = self._try(hardware, count)
+        for hardware in machines:
+            self._shares = []
+            self._expect_machine(last=hardware == machines[-1], failed=beyond is not None)
+            trial = self._try(hardware, len(self._models))
             if trial.passed:
                 return self._plan(trial, beyond)
             beyond = trial
@@ -207,6 +211,15 @@ class Planner:
         if searching:
             self._after += [(last, _EXPERIMENTS - _CLOSEST), (last, _CLOSEST)]
 
+    def _expect_machine(self, *, last: bool, failed: bool) -> None:
+        """Note what is left of a machine's trial. The next one follows if it seems to fail.
+        `failed`: a smaller machine has failed."""
+        count, seeds = len(self._models), self._wishes.seeds
+        fails = bool(self._shares) and mean(self._shares) < self._attainment
+        later = [(count, seeds)] if fails and not last else []
+        self._again = partial(self._expect_machine, last=last, failed=failed)
+        self._expect((count, seeds - len(self._shares)), later, searching=fails or failed)
+
     def _expect_bracket(self, search: Search, count: int, last: Trial | None) -> None:
         """Note a trial of one seed, and the search that follows it."""
         end, seeds = count, self._wishes.seeds
@@ -234,6 +247,9 @@ class Planner:
     def _ran(self, what: str, job: Simulated, done: SeedResult) -> None:
         self._done += 1
         self._of_trial = max(0, self._of_trial - 1)
+        if self._again is not None:
+            self._shares.append(done.attainment)
+            self._again()
         if not done.cut or self._done == 1:
             self._time.note(len(job.models), done.took_s)
         left_s = self._time.left_s(
@@ -244,6 +260,7 @@ class Planner:
     # ---- what follows from the answer -----------------------------------------------------------
 
     def _plan(self, best: Trial | None, beyond: Trial | None) -> Plan:
+        self._again = None
         trials = tuple(self._trials)
         names = other_layouts(best.hardware) if best and self._wishes.layouts else []
         self._others = len(names) + bool(best and self._wishes.spare) + self._base.slices.relays
