@@ -1,13 +1,6 @@
 """`c2cserve plan`: how many models a machine serves within their targets, or which machine a
 catalogue needs, by simulation."""
 
-import os
-import sys
-import time
-from collections.abc import Generator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +8,11 @@ import typer
 
 from c2cserve.cli import simulate as options
 from c2cserve.sim import compiled
-from c2cserve.terminal.output import check_writable, console, progress_console
+from c2cserve.terminal.output import check_writable, console
 
 if TYPE_CHECKING:
-    from c2cserve.sim.planning.plan import Plan, Progress, Wishes
+    from c2cserve.sim.planning.result import Plan, Wishes
     from c2cserve.sim.run import Scenario
-
-_LINE_EVERY_S = 5.0
 
 Hardware = Annotated[
     str,
@@ -79,7 +70,7 @@ def plan(
 ) -> None:
     """Find the largest catalogue for a machine, or the smallest machine for a catalogue."""
     compiled.use()
-    from c2cserve.sim.planning.plan import Wishes
+    from c2cserve.sim.planning.result import Wishes
     from c2cserve.sim.planning.show import figures, show
     from c2cserve.sim.run import Scenario
     from c2cserve.sim.world.hardware import SliceSettings
@@ -96,7 +87,7 @@ def plan(
             patience=patience, seed=seed, noise=noise,
         )  # fmt: skip
         wishes = Wishes(seeds, layouts, spare, gpu_month)
-        found = _search(scenario, attainment, most, wishes, jobs or len(os.sched_getaffinity(0)))
+        found = _search(scenario, attainment, most, wishes, jobs)
         if plots is not None:
             options.save_plots(figures(found, attainment), plots)
         if options.write(out, {"asked": attainment, **found.as_json()}):
@@ -105,60 +96,19 @@ def plan(
 
 
 def _search(
-    scenario: "Scenario", attainment: float, most: int, wishes: "Wishes", jobs: int
+    scenario: "Scenario", attainment: float, most: int, wishes: "Wishes", jobs: int | None
 ) -> "Plan":
+    from c2cserve.processes.forks import cpus, forks
     from c2cserve.serving.catalog_shapes import find_models
     from c2cserve.sim.planning.plan import Planner
+    from c2cserve.sim.planning.progress import progress
 
     machines = scenario.hardware.split(",")
     models = find_models(scenario.catalog)
-    # Spawned: nothing of this process, as its progress bar's thread, is copied into the others.
-    spawned = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=compiled.use)
-    with spawned as pool, _progress() as progress:
-        executor = pool if jobs > 1 else None
-        planner = Planner(scenario, models, attainment, progress, wishes, executor, jobs)
+    jobs = jobs or cpus()
+    # The progress bar has a thread, and the processes are forked before.
+    with forks(jobs) as executor, progress() as notified:
+        planner = Planner(scenario, models, attainment, notified, wishes, executor, jobs)
         if len(machines) > 1:
             return planner.smallest_machine(machines)
-        found = planner.largest_catalogue(machines[0], most)
-        pool.shutdown(cancel_futures=True)  # those that were begun in advance and are not needed
-        return found
-
-
-@contextmanager
-def _progress() -> "Generator[Progress]":
-    """A bar on stderr: what was simulated last, and about how long the rest takes. Where stderr is
-    no terminal, a line now and then."""
-    if not sys.stderr.isatty():
-        yield _progress_lines()
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-    )  # fmt: skip
-    with Progress(*columns, console=progress_console(), transient=True) as bar:
-        task = bar.add_task("", total=None, left="")
-        began_s = time.monotonic()
-
-        def progress(what: str, done: int, left_s: float) -> None:
-            elapsed_s = time.monotonic() - began_s
-            left = f"about {left_s:.0f} s left"
-            bar.update(
-                task, description=what, completed=elapsed_s, total=elapsed_s + left_s, left=left
-            )
-
-        yield progress
-
-
-def _progress_lines() -> "Progress":
-    said_s = time.monotonic()
-
-    def progress(what: str, done: int, left_s: float) -> None:
-        nonlocal said_s
-        if (now := time.monotonic()) - said_s >= _LINE_EVERY_S:
-            said_s = now
-            sys.stderr.write(f"{done} simulations, about {left_s:.0f} s left: {what}\n")
-            sys.stderr.flush()
-
-    return progress
+        return planner.largest_catalogue(machines[0], most)

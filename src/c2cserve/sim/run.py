@@ -6,7 +6,7 @@ from pathlib import Path
 
 from c2cserve.core.request import Slo
 from c2cserve.policy.baselines.compose import admission_of
-from c2cserve.policy.baselines.presets import PRESETS
+from c2cserve.policy.baselines.presets import PRESETS, Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.sim.recording import Recorders, RecordFile, no_recorders
 from c2cserve.sim.report import Report, report
@@ -60,6 +60,13 @@ def slo_rule(text: str) -> SloRule:
     return lambda prompt: slo
 
 
+def preset_of(scenario: Scenario) -> Preset:
+    """Raises ValueError if there is no such policy."""
+    if scenario.policy not in PRESETS:
+        raise ValueError(f"no policy {scenario.policy!r}; there are: {', '.join(PRESETS)}")
+    return PRESETS[scenario.policy]
+
+
 def prepare(
     scenario: Scenario,
     models: Sequence[SimModel] | None = None,
@@ -71,9 +78,7 @@ def prepare(
 
     `models`, `requests` and `machine` replace what the scenario names. Raises ValueError (and its
     kinds), OSError."""
-    if scenario.policy not in PRESETS:
-        raise ValueError(f"no policy {scenario.policy!r}; there are: {', '.join(PRESETS)}")
-    preset = PRESETS[scenario.policy]
+    preset = preset_of(scenario)
     if models is None:
         models = interleaved(catalogue(scenario.catalog))
     if requests is None:

@@ -7,10 +7,7 @@ import sys
 import termios
 import time
 
-import pytest
 from fake_admin import FakeAdmin, model
-
-from c2cserve.cli import plan
 
 
 def test_q_ends_it_and_the_terminal_is_as_before() -> None:
@@ -39,14 +36,3 @@ def test_q_ends_it_and_the_terminal_is_as_before() -> None:
     assert termios.tcgetattr(its) == before
     os.close(ours)
     os.close(its)
-
-
-def test_plan_writes_lines_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(plan, "_LINE_EVERY_S", 0.0)
-    with plan._progress() as progress:
-        progress("gh200:mig7, 8 models", 1, 3)
-        progress("gh200:mig7, 8 models", 2, 2)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "2 simulations, about 2 s left: gh200:mig7, 8 models"

@@ -14,107 +14,34 @@ the one that helps more is the bottleneck.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from functools import partial
 from math import ceil
 from statistics import mean
-from typing import Any
+from time import monotonic
 
-from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.planning.bottleneck import could_bind
+from c2cserve.sim.planning.estimates import Estimates
+from c2cserve.sim.planning.result import Bottleneck, Dedicated, Plan, Wishes
 from c2cserve.sim.planning.search import Search
-from c2cserve.sim.planning.time_left import TimeLeft
+from c2cserve.sim.planning.time_left import Part, TimeLeft
 from c2cserve.sim.planning.trials import SeedResult, Simulated, Trial, Trials, gpus, load_of
-from c2cserve.sim.run import Scenario
+from c2cserve.sim.run import Scenario, preset_of
 from c2cserve.sim.world.hardware import SimMachine, build, find
 from c2cserve.sim.world.shapes import SimModel
 
-_HELPS = 0.002
-"""Share of all requests. A resource that helps fewer is not the bottleneck."""
 _CLOSEST = 2
 """Resources that are tried with a second seed. Experiments are compared with the same seeds of the
 trial, so few are enough."""
 _EXPERIMENTS = 6
 """Simulations of experiments, about: of four resources or five, and of the closest ones again."""
 
+_TRIALS = 4
+"""Trials of all seeds that a search takes, about, from ends that are far from each other."""
+
 Progress = Callable[[str, int, float], None]
 """Receives what was simulated, how many simulations have ended, and the seconds that those to come
 will take (`TimeLeft`). The trials of a search are guessed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bottleneck:
-    what: str
-    attainment: float
-    """Attainment with half as much again of the resource, over the first seeds of the trial,"""
-    before: float
-    """and without, over the same seeds."""
-    seeds: int = 1
-
-    @property
-    def gain(self) -> float:
-        return self.attainment - self.before
-
-
-@dataclass(frozen=True, slots=True)
-class Dedicated:
-    """The same catalogue with GPUs of its own for each model."""
-
-    gpus: int
-    shared_gpus: int
-    """Those of the planned machine."""
-    cost: float | None
-    """A month's, with the price that was given; None: none was."""
-    shared_cost: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    trials: tuple[Trial, ...]
-    """All trials in the order they were made."""
-    best: Trial | None
-    """The largest catalogue that passed, or the first machine that did; None: nothing passed."""
-    beyond: Trial | None
-    """The trial that failed by least beyond it; None: nothing failed."""
-    bottlenecks: tuple[Bottleneck, ...]
-    """Experiments on `beyond`, one for each resource."""
-    grows: bool
-    """Whether more models meant more requests."""
-    layouts: tuple[Trial, ...] = ()
-    """`best` on the machine's other layouts, if they were asked for."""
-    spare: Trial | None = None
-    """`best` with one GPU less, if that was asked for and one is left."""
-    dedicated: Dedicated | None = None
-    without_relays: Trial | None = None
-    """`best` with one link for each GPU, if the plan is of GPUs that relay for each other."""
-
-    @property
-    def binds(self) -> str:
-        """The bottleneck (`sim.planning.bottleneck`), or "" if no single resource helps."""
-        if self.beyond is None or not self.bottlenecks:
-            return ""
-        seeds = max(one.seeds for one in self.bottlenecks)
-        closest = (one for one in self.bottlenecks if one.seeds == seeds)
-        most = max(closest, key=lambda one: one.gain)
-        return most.what if most.gain > _HELPS else ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan for `--json`, where the key of `bottlenecks` is "reliefs"."""
-        fields = asdict(self)
-        named = {"reliefs" if key == "bottlenecks" else key: fields[key] for key in fields}
-        return {**named, "binds": self.binds}
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a plan has besides its answer."""
-
-    seeds: int = 1
-    layouts: bool = False
-    """The answer on the machine's other layouts."""
-    spare: bool = False
-    """The answer with one GPU less (N+1)."""
-    gpu_month: float | None = None
-    """Price of a GPU for a month, in any currency."""
 
 
 class Planner:
@@ -125,21 +52,37 @@ class Planner:
     def __init__(
         self, base: Scenario, models: Sequence[SimModel], attainment: float, progress: Progress,
         wishes: Wishes | None = None, executor: Executor | None = None, width: int = 1,
+        clock: Callable[[], float] = monotonic,
     ) -> None:  # fmt: skip
         """Simulations run on `executor`, `width` at a time, or in this process. Raises OSError,
         ValueError (and its kinds)."""
         self._base, self._models = base, models
         self._wishes = wishes or Wishes()
         self._progress = progress
-        self._grows = load_of(base).grows
+        load = load_of(base)
+        if load.empty:
+            raise ValueError("the trace has no requests in this time")
+        self._grows = load.grows
         seeds = self._wishes.seeds
         self._runner = Trials(base, attainment, seeds, executor, self._ran, width)
         self._attainment = attainment
         self._trials: list[Trial] = []
-        self._time = TimeLeft(width)
-        self._done = self._of_trial = 0
-        """Simulations that have ended, and those of this trial that are to come."""
-        self._after: list[tuple[int, int]] = []
+        self._time, self._clock = TimeLeft(width), clock
+        self._estimates = Estimates(seeds)
+        self._compared = set[int]()
+        """Catalogues that were tried with as many seeds as it took."""
+        self._done = self._models_now = 0
+        """Simulations that have ended, and the models of this trial."""
+        self._of_trial = 0
+        """Simulations of it that are to come."""
+        self._after: list[Part] = []
+        self._whole_trials = _TRIALS
+        """Trials of all seeds that the search takes, about. With a line to go by it takes fewer."""
+        self._shares: list[float] = []
+        self._again: Callable[[], None] | None = None
+        """Shares of the seeds of a machine's trial, and what notes anew what follows from them."""
+        self._bounded = False
+        """Whether the search has found both of its ends."""
         """Models and simulations of what follows this trial."""
         self._others = self._wishes.spare + 3 * self._wishes.layouts + base.slices.relays
         """Trials to come that the wishes ask for."""
@@ -149,10 +92,12 @@ class Planner:
 
         Raises ValueError (and its kinds)."""
         beyond: Trial | None = None
-        for number, hardware in enumerate(machines):
-            count, seeds = len(self._models), self._wishes.seeds
-            self._expect(count, seeds, [(count, seeds)] * (len(machines) - number - 1))
-            trial = self._try(hardware, count)
+        for hardware in machines:
+            self._machine(hardware)
+        for hardware in machines:
+            self._shares = []
+            self._expect_machine(last=hardware == machines[-1], failed=beyond is not None)
+            trial = self._try(hardware, len(self._models))
             if trial.passed:
                 return self._plan(trial, beyond)
             beyond = trial
@@ -160,70 +105,162 @@ class Planner:
 
     def largest_catalogue(self, hardware: str, most: int) -> Plan:
         """Search up to `most` models. Raises ValueError (and its kinds)."""
+        self._machine(hardware)
         trials: dict[int, Trial] = {}
         search = self._bracket(hardware, most, trials)
-        seeds = self._wishes.seeds
         while (count := search.next()) is not None:
-            missing = self._runner.missing(hardware, grown(self._models, count))
-            self._expect(count, missing, [(count, seeds)] * (search.trials_left - 1))
-            # An end of the search is simulated as a whole: the answer has its figures.
-            cut = search.between and seeds > 1
-            for end in () if cut else search.unconfirmed:
-                self._runner.begin(hardware, grown(self._models, end))
-            trial = trials[count] = self._try(hardware, count, cut=cut)
-            search.note(count, trial.attainment, passed=trial.passed, complete=not trial.cut)
-        return self._plan(trials.get(search.passed), trials.get(search.failed))
+            self._expect_ends(hardware, search, count)
+            several = search.between and self._wishes.seeds > 1
+            if not several:
+                self._begin_last(hardware, search)
+            trial = trials[count] = self._try(hardware, count, enough=several)
+            self._note(search, trial)
+        found = self._plan(trials.get(search.passed), trials.get(search.failed))
+        return replace(found, most=most)
+
+    def _begin_last(self, hardware: str, search: Search) -> None:
+        """Begin what is left once the ends are close: to confirm them, and the experiments."""
+        for end in search.unconfirmed:
+            self._runner.begin(hardware, grown(self._models, end))
+        if search.failed and self._sure_of_ends(search):
+            models = grown(self._models, search.failed)
+            names = could_bind(self._machine(hardware), models)
+            self._runner.begin_with_more(hardware, models, names)
 
     def _bracket(self, hardware: str, most: int, trials: dict[int, Trial]) -> Search:
-        """Double or halve the catalogue until one passes with the first seed and one fails.
-        `trials` gets them."""
+        """Double or halve the catalogue until one passes with the first seed and one fails, and
+        try the middle. `trials` gets them."""
         search = Search(self._attainment, most)
-        alone = self._wishes.seeds == 1
+        cut = self._wishes.seeds > 1
         count = min(len(self._models), most)
+        last: Trial | None = None
         while True:
-            self._expect(count, 1, [(count, self._wishes.seeds)] * 4)
-            following = count // 2 if search.failed else 2 * count
-            for soon in (count, following) if 0 < following <= most else ():
-                self._runner.begin(hardware, grown(self._models, soon), seeds=1, cut=not alone)
-            trial = trials[count] = self._try(hardware, count, seeds=1, cut=not alone)
-            search.note(count, trial.attainment, passed=trial.passed, complete=alone)
-            if (search.passed and search.failed) or count == (most if trial.passed else 1):
+            self._expect_bracket(search, count, last)
+            for soon in (count, self._soon(search, count, last)):
+                if 0 < soon <= most:
+                    self._runner.begin(hardware, grown(self._models, soon), seeds=1, cut=cut)
+            last = trials[count] = self._try(hardware, count, seeds=1, cut=cut)
+            self._note(search, last)
+            if count == (most if last.passed else 1):
                 return search
-            count = min(2 * count, most) if trial.passed else count // 2
+            if search.passed and search.failed:
+                break
+            count = min(2 * count, most) if last.passed else count // 2
+        self._whole_trials -= not search.middle
+        if cut and search.middle:
+            count = search.middle
+            self._expect_bracket(search, count, last)
+            trials[count] = self._try(hardware, count, seeds=1, cut=True)
+            self._note(search, trials[count])
+        return search
 
-    def _expect(
-        self, models: int, simulations: int, later: Sequence[tuple[int, int]] = (), *,
-        searching: bool = True,
-    ) -> None:  # fmt: skip
-        """Note what is to come: a trial, `later` ones (models and simulations), experiments after
+    def _sure_of_ends(self, search: Search) -> bool:
+        """Whether no end is one by the first seed alone."""
+        return self._wishes.seeds == 1 or self._compared.issuperset(search.unconfirmed)
+
+    def _soon(self, search: Search, count: int, last: Trial | None) -> int:
+        """Return what to try after `count`, if that goes as is expected of it; 0: not known.
+
+        More models than keep the machine busy all the time are expected to fail."""
+        if last is None or not last.passed:
+            return count // 2 if search.failed else 2 * count
+        if last.use.busy * count < last.models:
+            return 2 * count
+        return replace(search, failed=count).middle
+
+    def _note(self, search: Search, trial: Trial) -> None:
+        """Note a trial, and what it says of the others."""
+        complete = trial.seeds == self._wishes.seeds and not trial.cut
+        search.note(trial.models, trial.attainment, passed=trial.passed, complete=complete)
+        search.revise(self._estimates.all())
+
+    def _try(
+        self, hardware: str, count: int, seeds: int | None = None, *, cut: bool = False,
+        enough: bool = False,
+    ) -> Trial:  # fmt: skip
+        """Make a trial. `enough`: only with as many seeds as it takes to be sure of its side."""
+
+        def sure(seed: int, share: float) -> bool:
+            self._estimates.note(count, seed, share)
+            return self._estimates.surely(count, self._attainment)
+
+        models = grown(self._models, count)
+        trial = self._runner.run(
+            hardware, models, seeds=seeds, cut=cut, enough=sure if enough else None
+        )
+        if not trial.cut:
+            for seed, share in enumerate(trial.shares):
+                self._estimates.note(count, seed, share)
+        if enough:
+            self._compared.add(count)
+            share = self._estimates.expected(count)
+            trial = replace(trial, attainment=share, passed=share >= self._attainment)
+        again = (hardware, count)
+        self._trials = [one for one in self._trials if (one.hardware, one.models) != again]
+        self._trials.append(trial)
+        return trial
+
+    # ---- how long it takes ----------------------------------------------------------------------
+
+    def _expect(self, now: Part, later: Sequence[Part] = (), *, searching: bool = True) -> None:
+        """Note what is to come (models and simulations): a trial, `later` ones, experiments after
         a search, and what else was asked for."""
-        last = later[-1][0] if later else models
-        self._of_trial = simulations
+        last = later[-1][0] if later else now[0]
+        self._models_now, self._of_trial = now
         self._after = [*later, *[(last, self._wishes.seeds)] * self._others]
         if searching:
-            self._after.append((last, _EXPERIMENTS))
+            self._after += [(last, _EXPERIMENTS - _CLOSEST), (last, _CLOSEST)]
+
+    def _expect_machine(self, *, last: bool, failed: bool) -> None:
+        """Note what is left of a machine's trial. The next one follows if it seems to fail.
+        `failed`: a smaller machine has failed."""
+        count, seeds = len(self._models), self._wishes.seeds
+        fails = bool(self._shares) and mean(self._shares) < self._attainment
+        later = [(count, seeds)] if fails and not last else []
+        self._again = partial(self._expect_machine, last=last, failed=failed)
+        self._expect((count, seeds - len(self._shares)), later, searching=fails or failed)
+
+    def _expect_bracket(self, search: Search, count: int, last: Trial | None) -> None:
+        """Note a trial of one seed, and the search that follows it."""
+        end, seeds = count, self._wishes.seeds
+        if last is not None and last.passed and last.use.busy > 0:
+            end = round(min(2 * count, max(last.models, last.models / last.use.busy)))
+        self._expect((count, 1), [(end, 1), *[(end, seeds)] * self._whole_trials])
+
+    def _expect_ends(self, hardware: str, search: Search, count: int) -> None:
+        """Note a trial between the ends of the search, or of an end, and those that follow."""
+        seeds = self._wishes.seeds
+
+        def missing(models: int) -> int:
+            return self._runner.missing(hardware, grown(self._models, models))
+
+        if not search.between:
+            later = [(end, missing(end)) for end in search.unconfirmed if end != count]
+            if not self._sure_of_ends(search):
+                later += [(count, seeds)] * 2
+        else:
+            ends = sum(end in search.complete for end in (search.passed, search.failed))
+            later = [(count, seeds)] * (2 - ends if search.complete else self._whole_trials - 1)
+        self._expect((count, missing(count)), later)
+        self._bounded = True
 
     def _ran(self, what: str, job: Simulated, done: SeedResult) -> None:
         self._done += 1
         self._of_trial = max(0, self._of_trial - 1)
-        models = len(job.models)
+        if self._again is not None:
+            self._shares.append(done.attainment)
+            self._again()
         if not done.cut or self._done == 1:
-            self._time.note(models, done.took_s)
-        left_s = self._time.of(models, self._of_trial)
-        left_s += sum(self._time.of(count, simulations) for count, simulations in self._after)
+            self._time.note(len(job.models), done.took_s)
+        left_s = self._time.left_s(
+            (self._models_now, self._of_trial), self._after, self._clock(), bounded=self._bounded
+        )
         self._progress(what, self._done, left_s)
-
-    def _try(
-        self, hardware: str, count: int, seeds: int | None = None, *, cut: bool = False
-    ) -> Trial:
-        models = grown(self._models, count)
-        trial = self._runner.run(hardware, models, seeds=seeds, cut=cut)
-        self._trials.append(trial)
-        return trial
 
     # ---- what follows from the answer -----------------------------------------------------------
 
     def _plan(self, best: Trial | None, beyond: Trial | None) -> Plan:
+        self._again = None
         trials = tuple(self._trials)
         names = other_layouts(best.hardware) if best and self._wishes.layouts else []
         self._others = len(names) + bool(best and self._wishes.spare) + self._base.slices.relays
@@ -241,8 +278,13 @@ class Planner:
         if self._wishes.spare and len(gpus(machine)) > 1:
             self._another(best.models)
             spare = self._runner.run(best.hardware, models, lost=1)
+        missing: list[str] = []
+        if self._wishes.layouts and not names:
+            missing.append(f"{best.hardware} has no other layouts.")
+        if self._wishes.spare and spare is None:
+            missing.append(f"With one GPU less (N+1): {best.hardware} has none besides.")
         return replace(
-            found, layouts=tuple(layouts), spare=spare,
+            found, layouts=tuple(layouts), spare=spare, missing=tuple(missing),
             dedicated=self._dedicated(machine, models),
             without_relays=self._without_relays(machine, best.hardware, models),
         )  # fmt: skip
@@ -259,19 +301,18 @@ class Planner:
     def _another(self, models: int) -> None:
         """Note that one of the trials begins that the wishes ask for."""
         self._others -= 1
-        self._expect(models, self._wishes.seeds, searching=False)
+        self._expect((models, self._wishes.seeds), searching=False)
 
     def _bottlenecks(self, trial: Trial) -> Iterator[Bottleneck]:
         """Yield what more of each resource brings, by one seed of the trial or its first two."""
         names = could_bind(self._machine(trial.hardware), grown(self._models, trial.models))
         rounds = 2 if len(trial.shares) > 1 else 1
-        self._expect(
-            trial.models, len(names), [(trial.models, _CLOSEST)] * (rounds - 1), searching=False
-        )
+        closest = [(trial.models, _CLOSEST)] * (rounds - 1)
+        self._expect((trial.models, len(names)), closest, searching=False)
         found = {what: [share] for what, share in self._with_more(trial, names, 0)}
         if rounds > 1:
             closest = sorted(names, key=lambda what: -found[what][0])[:_CLOSEST]
-            self._expect(trial.models, len(closest), searching=False)
+            self._expect((trial.models, len(closest)), searching=False)
             for what, share in self._with_more(trial, closest, 1):
                 found[what].append(share)
         for what, shares in found.items():
@@ -286,7 +327,7 @@ class Planner:
         return zip(names, shares, strict=True)
 
     def _machine(self, hardware: str) -> SimMachine:
-        return build(hardware, self._base.slices, PRESETS[self._base.policy])
+        return build(hardware, self._base.slices, preset_of(self._base))
 
     def _dedicated(self, machine: SimMachine, models: Sequence[SimModel]) -> Dedicated | None:
         """Return what it takes to give each model GPUs of its own. Its weights must fit into their

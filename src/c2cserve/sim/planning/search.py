@@ -4,11 +4,16 @@ Where the share in time crosses what was asked for is guessed on a straight line
 guess that does not halve what lies between them is followed by the middle.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil, log2
+from math import sqrt
 
 _CLOSE = 0.02
 """The search ends when the smallest failing catalogue is larger by at most this share."""
+_ROOM = 0.25
+"""Part of the requests that may miss. If fewer do, there is much room left."""
+_FAR = 4
+"""Strides between ends that are worth a trial of one seed in their middle."""
 
 
 @dataclass(slots=True)
@@ -22,8 +27,8 @@ class Search:
     complete: set[int] = field(default_factory=set[int])
     """Those that were tried with all seeds to their ends."""
     _shares: dict[int, float] = field(default_factory=dict[int, float])
-    _halve: bool = False
-    """The last guess was too far from the middle."""
+    _slow: int = 0
+    """How many guesses in turn did not halve what lies between the ends."""
 
     def note(self, models: int, attainment: float, *, passed: bool, complete: bool) -> None:
         """Note a trial."""
@@ -39,7 +44,16 @@ class Search:
         else:
             self.failed = models
             self.passed = self.passed if self.passed < models else self._below(models)
-        self._halve = before > 0 and not self._halve and self.failed - self.passed > before / 2
+        slowly = before > 0 and self.failed - self.passed > before / 2
+        self._slow = self._slow + 1 if slowly else 0
+
+    def revise(self, shares: Mapping[int, float]) -> None:
+        """Note what the shares of trials are taken for by now. They may move the ends."""
+        self._shares |= shares
+        if self._shares.get(self.passed, 1.0) < self.asked and self.passed not in self.complete:
+            self.failed, self.passed = self.passed, self._below(self.passed)
+        elif self._shares.get(self.failed, 0.0) >= self.asked and self.failed not in self.complete:
+            self.passed, self.failed = self.failed, self._beyond(self.failed)
 
     def next(self) -> int | None:
         """Return how many models to try; None: the search is over."""
@@ -59,26 +73,28 @@ class Search:
         return self.failed - self.passed > self._stride
 
     @property
-    def trials_left(self) -> int:
-        """About how many trials are to come."""
-        gap = max(1, self.failed - self.passed)
-        between = ceil(log2(gap / self._stride)) if gap > self._stride else 0
-        # A guess takes away more than half. It is an end, too, once the search is over.
-        return max(len(self.unconfirmed), ceil(between / 2) + 1 if between else 0)
+    def middle(self) -> int:
+        """Return what is as many times the one end as the other end is of it.
+
+        0: the ends are close, or the one that passed has little room left. A line from there leads
+        near to where trials begin to fail."""
+        far = self.passed > 0 and self.failed - self.passed > _FAR * self._stride
+        room = 1.0 - self._shares.get(self.passed, 1.0) < _ROOM * (1.0 - self.asked)
+        return round(sqrt(self.passed * self.failed)) if far and room else 0
 
     @property
     def _stride(self) -> int:
         return max(1, int(self.passed * _CLOSE))
 
     def _guess(self) -> int:
-        low, high, stride = self.passed, self.failed, self._stride
-        middle = (low + high) // 2
+        low, high = self.passed, self.failed
         above = self._shares.get(low, 1.0) - self.asked
         below = self.asked - self._shares.get(high, 0.0)
-        if self._halve or above < 0.0 or below <= 0.0:
-            return middle
+        if above < 0.0 or below <= 0.0:
+            return (low + high) // 2
         guess = round(low + (high - low) * above / (above + below))
-        return min(max(guess, low + stride), max(low + 1, high - stride))
+        step = min(self._stride * 2 ** max(0, self._slow - 1), (high - low) // 2)
+        return min(max(guess, low + step), max(low + 1, high - step))
 
     def _below(self, models: int) -> int:
         """Return the largest smaller catalogue that passed; where none did, half of it."""

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from c2cserve.sim.planning.plan import Dedicated, Plan
-from c2cserve.sim.planning.trials import Trial
+from rich.table import Table
+
+from c2cserve.sim.planning.result import Dedicated, Plan
+from c2cserve.sim.planning.trials import Trial, plural
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.show import make_table, step_times
 from c2cserve.sim.studies.figure import Figure, Points
@@ -18,28 +20,45 @@ _SHARES: tuple[tuple[str, Callable[[Trial], float]], ...] = (
     ("KV memory", lambda trial: trial.use.kv),
     ("pool", lambda trial: trial.use.pool),
 )
+_WIDE = 1000
+"""Columns of a terminal that any table fits into."""
 _NAMED = 5
 """Models that miss, by name."""
 
 
 def show(scenario: Scenario, plan: Plan, attainment: float) -> None:
     heads = ("machine", "models", "seeds", "requests", "in time", "TTFT p95", "TPOT p95")
+    shares = tuple(name for name, _ in _SHARES)
     title = f"{scenario.policy}, {scenario.catalog}, {scenario.workload.trace}"
-    table = make_table(title, (*heads, *(name for name, _ in _SHARES)))
-    for trial in sorted(plan.trials, key=_order(plan.trials)):
-        latencies = (show_seconds(trial.ttft_p95_s), show_seconds(trial.tpot_p95_s))
-        shares = (f"{share(trial):.0%}" for _, share in _SHARES)
-        table.add_row(
-            trial.hardware, str(trial.models), str(trial.seeds), str(trial.requests), _met(trial),
-            *latencies, *shares,
-            style="green" if trial is plan.best else "" if trial.passed else "red",
-        )  # fmt: skip
     out = console()
-    out.print(table)
+    table = _table(title, (*heads, *shares), plan)
+    unlimited = out.options.update(width=_WIDE)
+    if out.measure(table, options=unlimited).minimum <= out.width:
+        out.print(table)
+    else:
+        for name, columns in ((title, heads), ("What was in use", (*heads[:2], *shares))):
+            part = _table(name, columns, plan)
+            part.padding = (0, 0)
+            out.print(part)
     for line in answer(plan, attainment):
         out.print(line)
     for machine in dict.fromkeys(one.partition(":")[0] for one in scenario.hardware.split(",")):
         out.print(step_times(machine))
+
+
+def _table(title: str, columns: Sequence[str], plan: Plan) -> Table:
+    """Return some columns of the trials."""
+    table = make_table(title, columns)
+    for trial in sorted(plan.trials, key=_order(plan.trials)):
+        cells = {
+            "machine": trial.hardware, "models": str(trial.models), "seeds": str(trial.seeds),
+            "requests": str(trial.requests), "in time": _met(trial),
+            "TTFT p95": show_seconds(trial.ttft_p95_s), "TPOT p95": show_seconds(trial.tpot_p95_s),
+            **{name: f"{share(trial):.0%}" for name, share in _SHARES},
+        }  # fmt: skip
+        style = "green" if trial is plan.best else "" if trial.passed else "red"
+        table.add_row(*(cells[column] for column in columns), style=style)
+    return table
 
 
 def _met(trial: Trial) -> str:
@@ -77,6 +96,7 @@ def answer(plan: Plan, attainment: float) -> Iterator[str]:
     if plan.spare is not None:
         enough = "" if plan.spare.passed else ", which is not enough"
         yield f"With one GPU less (N+1): {_met(plan.spare)} in time{enough}."
+    yield from plan.missing
     if plan.dedicated is not None and plan.best is not None:
         yield _dedicated(plan.dedicated, plan.best)
 
@@ -85,12 +105,18 @@ def _answer(plan: Plan, attainment: float) -> str:
     best = plan.best
     asked = f"{attainment:.1%} of requests in time"
     if best is None:
-        return f"None of these is enough for {asked}."
+        machines = dict.fromkeys(trial.hardware for trial in plan.trials)
+        if len(machines) > 1:
+            return f"None of these is enough for {asked}."
+        least = min(trial.models for trial in plan.trials)
+        return f"{', '.join(machines)} does not serve {plural(least, 'model')} with {asked}."
     load = "" if plan.grows else " (of one load: the trace names no models)"
     line = (
-        f"{best.hardware} serves {best.models} models{load} with {_met(best)} of requests in time; "
-        f"{asked} were asked for."
+        f"{best.hardware} serves {plural(best.models, 'model')}{load} with {_met(best)} of "
+        f"requests in time; {asked} were asked for."
     )
+    if plan.most == best.models:
+        line += " Larger catalogues were not tried (--most)."
     if best.attainment - best.plus_minus < attainment:
         line += " That is not sure: the interval reaches below."
     return line
@@ -103,7 +129,7 @@ def _misses(best: Trial) -> str:
 
 
 def _reason(plan: Plan, beyond: Trial) -> str:
-    where = f"{beyond.hardware} with {beyond.models} models ({_met(beyond)} in time)"
+    where = f"{beyond.hardware} with {plural(beyond.models, 'model')} ({_met(beyond)} in time)"
     binds = f"{plan.binds} binds" if plan.binds else "no single thing binds"
     line = f"On {where} {binds}."
     if plan.bottlenecks:
@@ -117,8 +143,8 @@ def _reason(plan: Plan, beyond: Trial) -> str:
 
 def _dedicated(found: Dedicated, best: Trial) -> str:
     line = (
-        f"With GPUs of their own, {best.models} models take {found.gpus} of them, here they share "
-        f"{found.shared_gpus}"
+        f"With GPUs of their own, {plural(best.models, 'model')} take {found.gpus} of them, here "
+        f"they share {found.shared_gpus}"
     )
     if found.cost is not None and found.shared_cost is not None:
         line += f": {found.cost:,.0f} a month, and {found.shared_cost:,.0f}"

@@ -8,10 +8,9 @@ from math import sqrt
 from statistics import mean, stdev
 from time import perf_counter
 
-from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.planning.bottleneck import RESOURCES
 from c2cserve.sim.report import Report, in_time, on_pace, report
-from c2cserve.sim.run import Scenario, prepare
+from c2cserve.sim.run import Scenario, prepare, preset_of
 from c2cserve.sim.workload.growing import GrowingLoad
 from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice, build
 from c2cserve.sim.world.requests import SimRequest, TrackedRequest
@@ -23,6 +22,8 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for a two-sided interval of 95 %, by degrees of freedom from 1."""
 _T_MANY = 1.96
 
+Enough = Callable[[int, float], bool]
+"""Receives a seed's number and share in time, and returns whether a trial needs no other seed."""
 Ran = Callable[[str, "Simulated", "SeedResult"], None]
 """Is told what has been simulated once a seed of it is done, and what that came to."""
 
@@ -140,8 +141,17 @@ class Trials:
     ) -> None:  # fmt: skip
         """Begin simulations that `run` will be asked for next. It does nothing where only one runs
         at a time."""
+        self._begin_soon(self._jobs(hardware, models, seeds, 0, cut))
+
+    def begin_with_more(
+        self, hardware: str, models: Sequence[SimModel], resources: Sequence[str]
+    ) -> None:
+        """Begin the simulations that `with_more` will be asked for, with the first seed."""
+        self._begin_soon(self._with_more(hardware, models, resources, 0))
+
+    def _begin_soon(self, jobs: Sequence[Simulated]) -> None:
         if self._executor is not None and self._width > 1:
-            for job in self._jobs(hardware, models, seeds, 0, cut):
+            for job in jobs:
                 self._begin(job)
 
     def missing(
@@ -153,31 +163,36 @@ class Trials:
 
     def run(
         self, hardware: str, models: Sequence[SimModel], *, seeds: int | None = None,
-        lost: int = 0, cut: bool = False,
+        lost: int = 0, cut: bool = False, enough: Enough | None = None,
     ) -> Trial:  # fmt: skip
-        """Simulate with the first `seeds` seeds; None: all. `cut`: end the trial early once it
-        cannot pass any more. Raises ValueError (and its kinds)."""
+        """Simulate with the first `seeds` seeds; None: all.
+
+        `cut`: end a simulation of one seed once it cannot pass any more. `enough` gets each seed's
+        share, and says whether the trial needs no other seed. Raises ValueError (and its kinds)."""
         jobs = self._jobs(hardware, models, seeds, lost, cut)
-        seeds = len(jobs)
-        what = f"{hardware}, {len(models)} models"
+        what = f"{hardware}, {plural(len(models), 'model')}"
         runs: list[SeedResult] = []
-        width = self._width if cut else seeds
-        for first in range(0, seeds, width):
-            runs += self._run(jobs[first : first + width], what)
-            left = seeds - len(runs)
-            if cut and sum(one.attainment for one in runs) + left < self._attainment * seeds:
+        for number, run in enumerate(self._run(jobs, what, every=enough is None)):
+            runs.append(run)
+            if enough is not None and enough(number, run.attainment):
                 break
-        return self._trial(hardware, len(models), runs, len(runs) < seeds)
+        return self._trial(hardware, len(models), runs)
 
     def with_more(
         self, hardware: str, models: Sequence[SimModel], resources: Sequence[str], seed: int
     ) -> list[float]:
         """Return the share in time with more of each resource, with one of the seeds. All
         simulations run side by side. Raises ValueError (and its kinds)."""
-        base = Simulated(self._base, tuple(models), hardware)
-        jobs = [self._job(replace(base, more=more), seed) for more in resources]
-        runs = self._run(jobs, f"{hardware}, {len(models)} models, more of a resource")
+        jobs = self._with_more(hardware, models, resources, seed)
+        what = f"{hardware}, {plural(len(models), 'model')}, more of a resource"
+        runs = self._run(jobs, what, every=True)
         return [one.attainment for one in runs]
+
+    def _with_more(
+        self, hardware: str, models: Sequence[SimModel], resources: Sequence[str], seed: int
+    ) -> list[Simulated]:
+        base = Simulated(self._base, tuple(models), hardware)
+        return [self._job(replace(base, more=more), seed) for more in resources]
 
     def _jobs(
         self, hardware: str, models: Sequence[SimModel], seeds: int | None, lost: int, cut: bool
@@ -190,20 +205,21 @@ class Trials:
     def _job(self, job: Simulated, number: int) -> Simulated:
         return replace(job, scenario=_seeded(self._base, self._base.seed + number))
 
-    def _run(self, jobs: Sequence[Simulated], what: str) -> Iterator[SeedResult]:
-        width = len(jobs) if self._executor is not None else 1
-        for first in range(0, len(jobs), width):
-            several = jobs[first : first + width]
-            begun = [self._begin(job) for job in several]
-            for job, simulation in zip(several, begun, strict=True):
-                done, whole = simulation.result(), _key(replace(job, enough=0.0))
-                if not done.cut:
-                    self._begun[whole] = simulation
-                key = _key(job) if done.cut else whole
-                if key not in self._asked_for:
-                    self._asked_for.add(key)
-                    self._ran(what, job, done)
-                yield done
+    def _run(self, jobs: Sequence[Simulated], what: str, *, every: bool) -> Iterator[SeedResult]:
+        """Yield the results in order. `every`: all of them are needed. Else no more are under way
+        than run at a time."""
+        width = len(jobs) if every else self._width
+        width = width if self._executor is not None else 1
+        for number, job in enumerate(jobs):
+            begun = [self._begin(one) for one in jobs[number : number + width]]
+            done, whole = begun[0].result(), _key(replace(job, enough=0.0))
+            if not done.cut:
+                self._begun[whole] = begun[0]
+            key = _key(job) if done.cut else whole
+            if key not in self._asked_for:
+                self._asked_for.add(key)
+                self._ran(what, job, done)
+            yield done
 
     def _begin(self, job: Simulated) -> "Future[SeedResult]":
         """Return a simulation, which is begun if none of the same was."""
@@ -216,9 +232,7 @@ class Trials:
             begun.set_result(simulate(job))
         return begun
 
-    def _trial(
-        self, hardware: str, models: int, runs: Sequence[SeedResult], stopped: bool
-    ) -> Trial:
+    def _trial(self, hardware: str, models: int, runs: Sequence[SeedResult]) -> Trial:
         shares = [one.attainment for one in runs]
         attainment = mean(shares)
         asked, met = Counter[str](), Counter[str]()
@@ -241,8 +255,8 @@ class Trials:
             ttft_p95_s=mean(one.ttft_p95_s for one in runs),
             tpot_p95_s=mean(one.tpot_p95_s for one in runs),
             use=Utilization(**use), misses=tuple(misses),
-            passed=attainment >= self._attainment and not stopped,
-            shares=tuple(shares), cut=stopped or any(one.cut for one in runs),
+            passed=attainment >= self._attainment,
+            shares=tuple(shares), cut=any(one.cut for one in runs),
         )  # fmt: skip
 
 
@@ -278,7 +292,7 @@ def load_of(scenario: Scenario) -> GrowingLoad:
 
 def simulate(job: Simulated) -> SeedResult:
     """Run one simulation; any process can. Raises ValueError (and its kinds)."""
-    machine = build(job.hardware, job.scenario.slices, PRESETS[job.scenario.policy])
+    machine = build(job.hardware, job.scenario.slices, preset_of(job.scenario))
     if job.lost:
         machine = without_gpus(machine, job.lost)
     if job.more:
@@ -297,7 +311,7 @@ def simulate(job: Simulated) -> SeedResult:
         asked[one.request.model] += 1
         met[one.request.model] += _met(one)
     return SeedResult(
-        result.requests, result.slo_attainment, result.ttft.p95, result.tpot.p95,
+        result.requests, result.slo_attainment if ended else 1.0, result.ttft.p95, result.tpot.p95,
         _use(result, machine, job.models), dict(asked), dict(met),
         len(ended) < len(requests), perf_counter() - began_s,
     )  # fmt: skip
@@ -319,6 +333,10 @@ def _while_few_miss(
         if missed > most:
             return
         yield request
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def gpus(machine: SimMachine) -> list[str]:

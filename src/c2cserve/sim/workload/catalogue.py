@@ -70,7 +70,7 @@ def find_path(name: str) -> Path:
     if name in TRACES:
         return data_path(TRACES[name].file)
     path = Path(name)
-    if not path.exists():
+    if not path.exists() or path.is_dir():
         raise TraceError(f"no trace {name!r}; there are {', '.join(TRACES)}, or a file")
     return path
 

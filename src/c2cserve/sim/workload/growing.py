@@ -22,6 +22,8 @@ class GrowingLoad:
         """Raises as `workload.build.workload`."""
         self._settings = settings
         self._sources = list(by_source(settings).values())
+        self.empty = not any(self._sources)
+        """Whether there are no requests."""
         named = bool(self._sources) and bool(self._sources[0][0].model)
         self.grows = named
         """Whether more models mean more requests."""
