@@ -235,6 +235,8 @@ def _idle(
         move for load in others if not load.requests
         and (move := _activation(ask, load)) is not None
     ]  # fmt: skip
+    if not moves:
+        return []
     # Over the link that streams least first: interference grows with that (C2CServe 3.3.1).
     streamed = defaultdict[str, int](int)
     for load in others if len(moves) > 1 else ():

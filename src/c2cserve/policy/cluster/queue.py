@@ -17,7 +17,10 @@ from c2cserve.core.request import Request
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.headroom import due_s
 
-DISPLACED, BEGUN, FRESH, LATE = range(4)
+DISPLACED = 0
+BEGUN = 1
+FRESH = 2
+LATE = 3
 
 Urgency = tuple[int, float, str]
 """Smallest first: class, when the first token is due (with priority), id."""
@@ -105,8 +108,11 @@ class WaitingQueue:
 
     def owed_bytes(self, model: str) -> int:
         """Return the largest weights of the other models that are shut out."""
-        others = (lines.shut_out_bytes for name, lines in self._by_model.items() if name != model)
-        return max(others, default=0)
+        most = 0
+        for name, lines in self._by_model.items():
+            if name != model and lines.shut_out_bytes > most:
+                most = lines.shut_out_bytes
+        return most
 
     def of(self, model: str) -> list[Request]:
         """Most urgent first, whatever their tenants."""
