@@ -22,7 +22,7 @@ from math import inf
 _VALUE = "@dataclass(slots=True, unsafe_hash=True)\n"
 """What `core.value.value` and frozen dataclasses are, but for checks of assignments."""
 _INFINITY = "1e999"
-"""As a literal, which is read so."""
+"""A literal that is read as infinity."""
 _IMPORTS = """from dataclasses import dataclass
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:

@@ -339,7 +339,9 @@ def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Victims | Non
         return None
     victims: list[str] = []
     unused = [(ask.value(name), name) for name, one in load.active.items() if not one.jobs]
-    for _, name in sorted(unused):
+    heapify(unused)
+    while unused:
+        _, name = heappop(unused)
         if name == ask.spec.id:
             continue
         victims.append(name)

@@ -200,9 +200,15 @@ class WaitingQueue:
     def _insert(self, entry: Entry) -> None:
         _, request = entry
         self._entries[request.id] = entry
-        lines = self._by_model.setdefault(request.model, _Lines())
+        lines = self._by_model.get(request.model)
+        if lines is None:
+            lines = self._by_model[request.model] = _Lines()
         lines.count += 1
-        insort(lines.of_tenant.setdefault(request.tenant, []), entry, key=_urgency)
+        line = lines.of_tenant.get(request.tenant)
+        if line is None:
+            lines.of_tenant[request.tenant] = [entry]
+        else:
+            insort(line, entry, key=_urgency)
 
     def remove(self, request_id: str) -> Request | None:
         entry = self._entries.pop(request_id, None)
@@ -220,7 +226,7 @@ class WaitingQueue:
         return request
 
     def _take(self, line: list[Entry], urgency: Urgency, model: str) -> None:
-        at = bisect_left(line, urgency, key=_urgency)
+        at = 0 if line[0][0] == urgency else bisect_left(line, urgency, key=_urgency)
         del line[at]
         if at == 0 and line:
             self.uncovered.add(model)

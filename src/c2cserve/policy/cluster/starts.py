@@ -72,7 +72,9 @@ class Starts:
         """Note a first token, of a request that was sent at `sent_s`. `after`: how long it took
         since the request arrived, in TTFT targets."""
         self._changing.add(slice_id)
-        one = self._slices.setdefault(slice_id, _Slice())
+        one = self._slices.get(slice_id)
+        if one is None:
+            one = self._slices[slice_id] = _Slice()
         one.started.finished()
         if after > _NEARLY:
             one.late_sent_s = max(one.late_sent_s, sent_s)

@@ -73,8 +73,6 @@ class WeightSwapping(WeightMemory):
         """The same by state: most decisions concern a few of many models."""
         self._asked: dict[str, ModelWeights] = {}
         """Those that may have requests; the others have none."""
-        self._bounded: dict[str, ModelWeights] = {}
-        """Those beside whose weights not every request fits."""
         self._there_bytes = 0  # of the weights that take room
         self._freeing: tuple[str, frozenset[str]] = "", frozenset()
         """The model that broke a deadlock, and its requests that held KV then. It stays until they
@@ -126,8 +124,6 @@ class WeightSwapping(WeightMemory):
         rank = spec.pinned, spec.priority
         one = ModelWeights(model, spec.weight_bytes, rank, spec.keep_warm_s, tokens)
         self._weights[model.name] = self._in[one.state][model.name] = one
-        if not isinf(tokens):
-            self._bounded[model.name] = one
         self._bound_cache()
 
     def ended(self, model: ActiveModel) -> Sequence[Release]:
@@ -135,7 +131,7 @@ class WeightSwapping(WeightMemory):
         if one is None or one.model is not model:
             return ()
         there, release = one.takes_room, self._release(one)
-        for books in (self._weights, self._in["absent"], self._bounded, self._asked):
+        for books in (self._weights, self._in["absent"], self._asked):
             books.pop(model.name, None)
         self._bound_cache()
         return (release,) if there else ()
@@ -190,7 +186,7 @@ class WeightSwapping(WeightMemory):
         if self._tried and any(self.streams(name) is False for name in in_flight):
             self._tried.clear()
         self._reconsider(now)
-        actions = self._make_way_for_long(in_flight) if self._bounded else []
+        actions = self._make_way_for_long(in_flight)
         most = _AT_A_TIME if self._rotates else len(self._weights)
         chosen, self._draining = self._draining, {}
         while len(self._in["loading"]) < most:
@@ -202,7 +198,7 @@ class WeightSwapping(WeightMemory):
             if victims is None:
                 break  # those that could leave are not far enough ahead
             names = [one.model.name for one in victims]
-            drain_s = max([0.0, *[in_flight.get(name, 0.0) for name in names]])
+            drain_s = max((in_flight.get(name, 0.0) for name in names), default=0.0)
             begin_s = self.latest_start_s(out) - _MARGIN_S - drain_s
             waits = now < begin_s and any(one.model.seqs for one in victims)
             if waits and not (chosen and first.model.name == self._newcomer):
@@ -226,7 +222,7 @@ class WeightSwapping(WeightMemory):
     def _reconsider(self, now: float) -> None:
         """Models whose loads were refused may be loaded again once KV reaches less far. After a
         while they may in any case: other weights may have made way."""
-        for one in [*self._in["refused"].values()]:
+        for one in [*self._in["refused"].values()] if self._in["refused"] else ():
             if not one.too_long:
                 since_s = one.refused_s = now if one.refused_s is None else one.refused_s
                 less = self._arena.held_end_bytes < one.kv_end_bytes
@@ -237,12 +233,14 @@ class WeightSwapping(WeightMemory):
         """Let models stream whose longest request does not fit beside their weights. Steps in
         flight end first; there are no new ones meanwhile."""
         actions: list[Fetch | Release] = []
-        for one in self._bounded.values():
-            if one.model.seqs and one.too_long:
-                if one.state == "resident" and one.model.name not in in_flight:
-                    actions.append(self._release(one))
-                if one.state == "absent":
-                    self._stream(one)
+        long = [one for one in self._asked.values() if one.too_long]
+        if len(long) > 1:
+            long.sort(key=lambda one: one.model.number)
+        for one in long:
+            if one.state == "resident" and one.model.name not in in_flight:
+                actions.append(self._release(one))
+            if one.state == "absent":
+                self._stream(one)
         return actions
 
     def turn(

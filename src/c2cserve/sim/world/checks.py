@@ -45,13 +45,17 @@ class BlockBook:
     """Blocks that a sequence holds, by offset."""
     sharers: dict[int, int] = field(default_factory=dict[int, int])
     """Block with several holders -> number of holders beside the first."""
-    owners: dict[int, str] = field(default_factory=dict[int, str])
-    """First slab of a block -> model,"""
-    counts: dict[int, int] = field(default_factory=dict[int, int])
-    """and held blocks that begin in it."""
+    owners: list[str] = field(init=False)
+    """Of each slab, the last model with a block that begins in it,"""
+    counts: list[int] = field(init=False)
+    """and how many of such blocks are held."""
     held_bytes: int = 0
     weight_bytes: int = 0
     """Bytes of models that are in the slice's memory as a whole."""
+
+    def __post_init__(self) -> None:
+        slabs = -(-self.slice.kv_bytes // self.slice.slab_bytes)
+        self.owners, self.counts = [""] * slabs, [0] * slabs
 
     def weigh(self, weight_bytes: int) -> None:
         """Update the bytes of weights."""
@@ -102,7 +106,7 @@ class BlockBook:
         for offset in list(offsets):
             assert 0 <= offset <= end, "a block lies outside of the arena"
             slab = offset // slab_bytes
-            count = counts.get(slab, 0)
+            count = counts[slab]
             if count:
                 assert owners[slab] == model, "a slab holds blocks of two models"
             else:
