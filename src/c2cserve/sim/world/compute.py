@@ -39,7 +39,8 @@ class Compute:
     ) -> None:
         """`cache` holds weights that stream; None: all are in the slice's memory."""
         self.use = use
-        self._owner, self._lane = owner, lane
+        self._owner = owner
+        self._lane: Lane = lane
         self.alphas: dict[str, float] = {}
         """Model -> share of its hybrid GEMMs' columns that are output-stationary."""
         self._simulated, self._context = simulated, context
