@@ -46,9 +46,9 @@ class BlockBook:
     sharers: dict[int, int] = field(default_factory=dict[int, int])
     """Block with several holders -> number of holders beside the first."""
     owners: list[str] = field(init=False)
-    """Of each slab, the last model with a block that begins in it,"""
+    """The last model with a block that begins in each slab,"""
     counts: list[int] = field(init=False)
-    """and how many of such blocks are held."""
+    """and how many such blocks are held."""
     held_bytes: int = 0
     weight_bytes: int = 0
     """Bytes of models that are in the slice's memory as a whole."""
