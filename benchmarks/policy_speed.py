@@ -44,11 +44,11 @@ from c2cserve.core.events import (
 )
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
+from c2cserve.core.policy import Policy
 from c2cserve.core.request import BLOCK_TOKENS, Request
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.policy.slice.policy import SlicePolicy
-from c2cserve.runtime.ports import Policy
 
 RUNNING = 256
 

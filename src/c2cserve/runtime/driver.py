@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-from c2cserve.runtime.ports import Executor, Policy, Recorder, Source
+from c2cserve.core.policy import Policy
+from c2cserve.runtime.ports import Executor, Recorder, Source
 
 E = TypeVar("E")
 A = TypeVar("A")

@@ -1,28 +1,12 @@
-"""The ports of a loop. Live and simulated runs differ only in what implements them."""
+"""The ports of a loop beside its policy. Live and simulated runs differ only in what implements
+them."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 E_co = TypeVar("E_co", covariant=True)
 E_contra = TypeVar("E_contra", contravariant=True)
-A_co = TypeVar("A_co", covariant=True)
 A_contra = TypeVar("A_contra", contravariant=True)
-
-
-class Policy(Protocol[E_contra, A_co]):
-    """A pure decision maker. `apply` every event of a tick, then `decide` once."""
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def wakeup(self) -> float | None:
-        """When to be asked again if nothing happens, in clock seconds; None: only on events."""
-        ...
-
-    def apply(self, event: E_contra) -> None: ...
-
-    def decide(self, now: float) -> Sequence[A_co]: ...
 
 
 class Source(Protocol[E_co]):

@@ -11,15 +11,18 @@ A value never leads back to itself, so Python's collector of cycles need not kno
 
 Only the sources check that what is zipped has one length: mypyc compiles no `zip` with options.
 
-A name of a module is looked up in a dictionary wherever it is read. Constants that are numbers are
-final, so that their values stand in their place.
+A name of a module is looked up in a dictionary wherever it is read. Constants are final, so that
+numbers stand where they are read, infinity too, and others are variables of C.
 """
 
 import ast
 from collections import Counter
+from math import inf
 
 _VALUE = "@dataclass(slots=True, unsafe_hash=True)\n"
 """What `core.value.value` and frozen dataclasses are, but for checks of assignments."""
+_INFINITY = "1e999"
+"""A literal that is read as infinity."""
 _IMPORTS = """from dataclasses import dataclass
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
@@ -28,12 +31,12 @@ if TYPE_CHECKING:
 
 
 def written_out(text: str) -> str:
-    """Return a module with the constructors of its dataclasses written out, and final numbers."""
+    """Return a module with the constructors of its dataclasses written out, and final constants."""
     text = text.replace(", strict=True)", ")")
     text = text.replace("@value\n", "@mypyc_attr(acyclic=True)\n" + _VALUE)
     text = text.replace("@dataclass(frozen=True, slots=True)\n", _VALUE)
     text = text.replace("from c2cserve.core.value import value\n", _IMPORTS)
-    lines = _with_final_numbers(text)
+    lines = _with_final_constants(text)
     classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
     for node in sorted(classes, key=lambda one: one.lineno, reverse=True):
         if _is_plain(node):
@@ -42,24 +45,41 @@ def written_out(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _with_final_numbers(text: str) -> list[str]:
+def _with_final_constants(text: str) -> list[str]:
     """Return the lines of a module. Their number is the same."""
     lines, body = text.splitlines(), ast.parse(text).body
-    assigned = [one for one in body if isinstance(one, ast.Assign) and len(one.targets) == 1]
+    assigned = [
+        one for one in body
+        if isinstance(one, ast.Assign) and len(one.targets) == 1
+        and isinstance(one.targets[0], ast.Name)
+    ]  # fmt: skip
     times = Counter(ast.unparse(one.targets[0]) for one in assigned)
-    numbers = {
-        one.lineno - 1: f"{name}: _Final = {number!r}" for one in assigned
-        if (name := ast.unparse(one.targets[0])).isupper() and times[name] == 1
-        and (number := _number(one.value)) is not None
-    }  # fmt: skip
-    if numbers:
-        first = min(numbers)
-        numbers[first] = f"from typing import Final as _Final; {numbers[first]}"
-    return [numbers.get(index, line) for index, line in enumerate(lines)]
+    changed: dict[int, str] = {}
+    for one in assigned:
+        name, line = ast.unparse(one.targets[0]), lines[one.lineno - 1]
+        if name.isupper() and times[name] == 1 and not ast.unparse(one.value).startswith("TypeVar"):
+            number = _number(one.value)
+            rest = line.removeprefix(f"{name} =")
+            changed[one.lineno - 1] = f"{name}: _Final ={rest}"
+            if number is not None:
+                literal = _INFINITY if number == inf else repr(number)
+                changed[one.lineno - 1] = f"{name}: _Final = {literal}"
+    for one in body:
+        if isinstance(one, ast.ImportFrom) and one.module == "math":
+            names = [alias.name for alias in one.names if alias.name != "inf"]
+            if len(names) < len(one.names):
+                kept = f"from math import {', '.join(names)}; " if names else ""
+                changed[one.lineno - 1] = f"{kept}inf: _Final = {_INFINITY}"
+    if changed:
+        first = min(changed)
+        changed[first] = f"from typing import Final as _Final; {changed[first]}"
+    return [changed.get(index, line) for index, line in enumerate(lines)]
 
 
 def _number(value: ast.expr) -> int | float | None:
     """Return the value of an expression of numbers alone; None if it is another one."""
+    if ast.unparse(value) == "float('inf')":
+        return inf
     if any(isinstance(one, ast.Name | ast.Call | ast.Attribute) for one in ast.walk(value)):
         return None
     found = eval(compile(ast.Expression(value), "", "eval"), {})

@@ -47,7 +47,7 @@ def play(per_s: float, load: float, seconds: float = 15.0, step_s: float = 0.005
             leave(job.request.id)
         while asked >= 1.0:
             asked -= 1.0
-            if not starts.full("s0", waiting, TTFT_S):
+            if not starts.full("s0", len(model.pending), TTFT_S):
                 one = request(f"r{next(numbers)}", at=now - BEFORE_S, ttft_s=TTFT_S)
                 slice_load.add(one)
                 sent_s[one.id] = now
@@ -79,7 +79,7 @@ def test_nothing_is_held_back_from_a_slice_that_is_in_time() -> None:
     for number in range(1000):
         starts.started("gpu0", 0.7, sent_s=0.01 * number)
         starts.refresh(lambda _: 10_000, 0.01 * number)
-        assert not starts.full("gpu0", lambda _: 10_000, TTFT_S)
+        assert not starts.full("gpu0", 10_000, TTFT_S)
 
 
 def test_a_slice_is_trusted_again_after_a_while() -> None:
@@ -89,9 +89,9 @@ def test_a_slice_is_trusted_again_after_a_while() -> None:
     for number in range(10):
         starts.started("gpu0", 0.5, sent_s=1.0)
         starts.refresh(lambda _: 1000, 1.0 + number)
-    assert starts.full("gpu0", lambda _: 1000, TTFT_S)
+    assert starts.full("gpu0", 1000, TTFT_S)
     starts.refresh(lambda _: 1000, 1.1 + TRUST_S)
-    assert not starts.full("gpu0", lambda _: 1000, TTFT_S)
+    assert not starts.full("gpu0", 1000, TTFT_S)
 
 
 def test_what_is_late_for_itself_tells_nothing_about_others() -> None:
@@ -100,7 +100,7 @@ def test_what_is_late_for_itself_tells_nothing_about_others() -> None:
     for number in range(100):
         starts.started("gpu0", 2.0, sent_s=float(number))
         starts.refresh(lambda _: few, float(number))
-    assert not starts.full("gpu0", lambda _: 1000, 1e-6)
+    assert not starts.full("gpu0", 1000, 1e-6)
 
 
 def test_few_requests_may_always_wait() -> None:
@@ -109,6 +109,6 @@ def test_few_requests_may_always_wait() -> None:
     for number in range(100):
         starts.started("gpu0", 2.0, sent_s=float(number))
         starts.refresh(lambda _: MANY, float(number))
-    assert starts.full("gpu0", lambda _: MANY, 1e-6)
-    assert not starts.full("gpu0", lambda _: MANY - 1, 1e-6)
-    assert not starts.full("gpu1", lambda _: MANY, 1e-6)
+    assert starts.full("gpu0", MANY, 1e-6)
+    assert not starts.full("gpu0", MANY - 1, 1e-6)
+    assert not starts.full("gpu1", MANY, 1e-6)

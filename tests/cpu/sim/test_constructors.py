@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,23 @@ def test_all_dataclasses_that_are_compiled_have_constructors_written_out() -> No
                 assert "__init__" in methods, f"{name}: {node.name}"
 
 
-def test_numbers_of_a_module_are_final_and_have_their_values() -> None:
+def test_constants_of_a_module_are_final_and_have_their_values() -> None:
     text = (
         '"""A module."""\n\n_SIZE = 64 << 20\n"""Bytes."""\n_SHARE = 1 / 32\nNAMES = ("a", "b")\n'
+        '_NEVER = float("inf")\nfrom math import ceil, inf\n'
     )
     names: dict[str, object] = {}
     exec(found := written_out(text), names)
     assert (names["_SIZE"], names["_SHARE"], names["NAMES"]) == (64 << 20, 1 / 32, ("a", "b"))
     assert "_SIZE: _Final = 67108864" in found
-    assert "NAMES = " in found
+    assert (names["_NEVER"], names["inf"]) == (inf, inf)
+    assert "NAMES: _Final = (" in found
+    assert "from math import ceil; inf: _Final = 1e999" in found
+
+
+def test_type_variables_and_targets_of_several_names_are_left_alone() -> None:
+    for text in ("T = TypeVar('T')\n", "A, B = 1, 2\n"):
+        assert written_out(text) == text
 
 
 def test_a_name_that_is_assigned_twice_is_not_final() -> None:

@@ -125,7 +125,7 @@ def check_end(simulation: Simulation) -> None:
         assert one.book.held_bytes == 0
         assert not one.book.held
         assert not one.book.sharers
-        assert not one.book.slabs
+        assert not any(one.book.counts)
         assert one.policy.arena.held_bytes == 0
     for link in simulation.network.links.values():
         assert link.moved_bytes <= link.nominal_bytes_per_s * simulation.timeline.now * (1 + 1e-6)

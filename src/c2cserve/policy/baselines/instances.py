@@ -1,6 +1,6 @@
 """Instances as presets have them: kept, streamed or loaded, sized in advance, kept for a while."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
 
@@ -87,11 +87,13 @@ class PresetInstances(InstanceRules[BaselineClusterAction]):
         load.memory.down(size)
         return self._freed(load, size + instance.shrinking)
 
-    def expired(self, now: float) -> Iterator[tuple[SliceLoad, Instance]]:
+    def expired(self, now: float) -> Sequence[tuple[SliceLoad, Instance]]:
+        found: list[tuple[SliceLoad, Instance]] = []
         while self._idle and self._idle[0][0] <= now:
             _, _, load, instance, used = heappop(self._idle)
             if instance.used == used:
-                yield load, instance
+                found.append((load, instance))
+        return found
 
     # ---- memory sized in advance ----------------------------------------------------------------
 

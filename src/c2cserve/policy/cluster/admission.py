@@ -13,7 +13,7 @@ What delays a first token beside the queue is not foreseen but learned (`InTimeS
 first tokens were late, the shorter the queue.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -197,18 +197,21 @@ class Admission:
         if self._settings.patience > 0.0:  # else late requests would wait for ever
             self._late += self._queue.age(now)
 
-    def overdue(self, now: float) -> Iterator[Reject]:
+    def overdue(self, now: float) -> Iterable[Reject]:
         """Refuse requests in an overload before any is placed. These are those that have become
         late since the last time, and those that are late on slices."""
         self._age(now)
         late, self._late = self._late, []
-        if self.overload and self._settings.patience > 0.0:
-            for one in self._hopeless(now):
-                yield self._overdue(one, now)
-            for one in late:
-                usable = one.id in self._queue and self._usable(one.model)
-                if usable and not self.never_refused(one):
-                    yield from self._together(one, self._overdue(one, now))
+        overload = self.overload and self._settings.patience > 0.0
+        return self._refused_late(late, now) if overload else ()
+
+    def _refused_late(self, late: Sequence[Request], now: float) -> Iterator[Reject]:
+        for one in self._hopeless(now):
+            yield self._overdue(one, now)
+        for one in late:
+            usable = one.id in self._queue and self._usable(one.model)
+            if usable and not self.never_refused(one):
+                yield from self._together(one, self._overdue(one, now))
 
     def _together(self, request: Request, reject: Reject) -> Iterator[Reject]:
         """Refuse all choices of a request like this one."""
@@ -223,14 +226,26 @@ class Admission:
         )
         return Reject(request.id, 429, reason, retry_s, "overload")
 
-    def refused(self, now: float, arrived: Sequence[Request]) -> Iterator[Reject]:
+    def refused(self, now: float, arrived: Sequence[Request]) -> Iterable[Reject]:
         """Refuse newcomers that could not be placed, and look at all others once in a while. Each
         one that is yielded must leave the queue before the next."""
-        yield from self._too_many(arrived)
+        if self._queue:
+            return self._refused(now, arrived)
+        self._looked(now)
+        self._standing.note(waiting=False, now=now)
+        return ()
+
+    def _looked(self, now: float) -> bool:
+        """Note that requests are looked at. Return whether it is time to look at all of them."""
         since_s = now if self._no_slice_since_s is None else self._no_slice_since_s
         self._no_slice_since_s = None if self._slices else since_s
         everybody = now >= self.recheck_s
         self.recheck_s = now + _RECHECK_S if everybody else self.recheck_s
+        return everybody
+
+    def _refused(self, now: float, arrived: Sequence[Request]) -> Iterator[Reject]:
+        yield from self._too_many(arrived)
+        everybody = self._looked(now)
         if not self._queue:
             self._standing.note(waiting=False, now=now)
             return
@@ -334,9 +349,8 @@ class Admission:
         """Return the slices that start the requests they have soon enough to be sent another."""
         if self._goes_anywhere(request):
             return loads
-        ttft_s = request.slo.ttft_s
-        full = self._starts.full
-        return [load for load in loads if not full(load.slice.id, self._unstarted, ttft_s)]
+        ttft_s, starts = request.slo.ttft_s, self._starts
+        return [one for one in loads if not starts.full(one.slice.id, one.unstarted, ttft_s)]
 
     def _unstarted(self, slice_id: str) -> int:
         """Return how many requests a slice has without a first token."""

@@ -65,12 +65,13 @@ class LinkAndMemory(Budgets):
         free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
         if not load.keeps:
             return load.weight_bytes + weight_bytes <= free
-        sizes = _resident_bytes(load)
-        if sum(sizes) + weight_bytes <= free:
+        total = load.resident_bytes()
+        if total + weight_bytes <= free:
             return True
+        sizes = _resident_bytes(load)
         if not weight_bytes:  # one more request for models that are there or swap already
-            return _two_largest(sizes) <= free or self._take_turns(ask, load, sum(sizes))
-        if not ask.runs and self._take_turns(ask, load, sum(sizes) + weight_bytes):
+            return _two_largest(sizes) <= free or self._take_turns(ask, load, total)
+        if not ask.runs and self._take_turns(ask, load, total + weight_bytes):
             return True
         return not ask.runs and _swappable(ask, load, [*sizes, weight_bytes], free)
 
@@ -119,7 +120,7 @@ class LinkAndMemory(Budgets):
         spec = ask.spec
         free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
         keep = load.keeps and (
-            sum(_resident_bytes(load)) + spec.weight_bytes <= free
+            load.resident_bytes() + spec.weight_bytes <= free
             or not carries(load, spec, ask.request.slo.tpot_s)
         )
         if keep and spec.weight_bytes + ask.kv_bytes > load.slice.hbm_bytes:
@@ -131,8 +132,8 @@ class LinkAndMemory(Budgets):
     def link_bytes_per_s(self, load: SliceLoad) -> int:
         return sum(
             link_demand(ceil(one.spec.step_bytes(len(one.jobs))), one.tpot_s)
-            for one in load.active.values()
-            if one.streams and one.jobs
+            for one in load.busy()
+            if one.streams
         )
 
 

@@ -235,6 +235,8 @@ def _idle(
         move for load in others if not load.requests
         and (move := _activation(ask, load)) is not None
     ]  # fmt: skip
+    if not moves:
+        return []
     # Over the link that streams least first: interference grows with that (C2CServe 3.3.1).
     streamed = defaultdict[str, int](int)
     for load in others if len(moves) > 1 else ():
@@ -337,7 +339,9 @@ def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Victims | Non
         return None
     victims: list[str] = []
     unused = [(ask.value(name), name) for name, one in load.active.items() if not one.jobs]
-    for _, name in sorted(unused):
+    heapify(unused)
+    while unused:
+        _, name = heappop(unused)
         if name == ask.spec.id:
             continue
         victims.append(name)

@@ -7,6 +7,7 @@ from typing import Generic
 from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.model import name_of
+from c2cserve.core.policy import Policy
 from c2cserve.core.request import Request
 from c2cserve.policy.cluster import pool_residency
 from c2cserve.policy.cluster.admission import Admission, AdmissionSettings
@@ -23,9 +24,9 @@ from c2cserve.policy.cluster.strategies import ExtraT, Strategies, live_strategi
 from c2cserve.policy.cluster.suspects import Suspects
 
 
-class ClusterPolicy(Generic[ExtraT]):
-    """`runtime.ports.Policy[ClusterEvent, ClusterAction | ExtraT]`. Without `strategies` it is what
-    a server runs, and has no actions of the type `ExtraT`."""
+class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic[ExtraT]):
+    """The controller's policy. Without `strategies` it is what a server runs, and has no actions of
+    the type `ExtraT`."""
 
     def __init__(
         self, settings: AdmissionSettings | None = None,
@@ -230,7 +231,7 @@ class ClusterPolicy(Generic[ExtraT]):
     def _load(self, now: float) -> None:
         """Load what is asked for, evicting what is not used; then load what there is room for."""
         self._changes.pool = False
-        if self._budget_bytes is None:
+        if self._budget_bytes is None or not self._outside:
             return
         models = self._models.values()
         # Also of requests that waited already: a model may have been pinned since.

@@ -17,7 +17,10 @@ from c2cserve.core.request import Request
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.headroom import due_s
 
-DISPLACED, BEGUN, FRESH, LATE = range(4)
+DISPLACED = 0
+BEGUN = 1
+FRESH = 2
+LATE = 3
 
 Urgency = tuple[int, float, str]
 """Smallest first: class, when the first token is due (with priority), id."""
@@ -105,8 +108,11 @@ class WaitingQueue:
 
     def owed_bytes(self, model: str) -> int:
         """Return the largest weights of the other models that are shut out."""
-        others = (lines.shut_out_bytes for name, lines in self._by_model.items() if name != model)
-        return max(others, default=0)
+        most = 0
+        for name, lines in self._by_model.items():
+            if name != model and lines.shut_out_bytes > most:
+                most = lines.shut_out_bytes
+        return most
 
     def of(self, model: str) -> list[Request]:
         """Most urgent first, whatever their tenants."""
@@ -194,9 +200,15 @@ class WaitingQueue:
     def _insert(self, entry: Entry) -> None:
         _, request = entry
         self._entries[request.id] = entry
-        lines = self._by_model.setdefault(request.model, _Lines())
+        lines = self._by_model.get(request.model)
+        if lines is None:
+            lines = self._by_model[request.model] = _Lines()
         lines.count += 1
-        insort(lines.of_tenant.setdefault(request.tenant, []), entry, key=_urgency)
+        line = lines.of_tenant.get(request.tenant)
+        if line is None:
+            lines.of_tenant[request.tenant] = [entry]
+        else:
+            insort(line, entry, key=_urgency)
 
     def remove(self, request_id: str) -> Request | None:
         entry = self._entries.pop(request_id, None)
@@ -214,7 +226,7 @@ class WaitingQueue:
         return request
 
     def _take(self, line: list[Entry], urgency: Urgency, model: str) -> None:
-        at = bisect_left(line, urgency, key=_urgency)
+        at = 0 if line[0][0] == urgency else bisect_left(line, urgency, key=_urgency)
         del line[at]
         if at == 0 and line:
             self.uncovered.add(model)

@@ -127,8 +127,13 @@ class Relocation:
 
     def recalls(self, now: float) -> Sequence[Recall]:
         """Return what idle slices steal from the others."""
+        uneven = self._stealing.uneven() if self._on else None
+        return () if uneven is None else self._recalls(*uneven, now)
 
+    def _recalls(
+        self, sources: list[SliceLoad], idle: list[SliceLoad], now: float
+    ) -> Sequence[Recall]:
         def may_take(load: SliceLoad, model: str) -> bool:
             return not self.closed(load) and self._may_take(load, model, now)
 
-        return self._stealing.recalls(now, may_take) if self._on else ()
+        return self._stealing.recalls(sources, idle, now, may_take)

@@ -1,8 +1,9 @@
 """What the controller's policies keep of a slice: its instances, their requests, and what is
 believed about their speed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 from c2cserve.core.actions import Activate, Dispatch, ResizeKv
@@ -13,6 +14,7 @@ from c2cserve.core.value import value
 from c2cserve.policy.cluster.quantify import UNKNOWN, Times
 
 _NEVER_S = float("inf")
+_BY_NUMBER = attrgetter("number")
 _OUTPUT_WEIGHT = 0.05
 _OUTPUT_UNKNOWN = 256.0
 """Tokens expected of a model's first requests."""
@@ -48,6 +50,8 @@ class Instance:
     """A model active on a slice."""
 
     spec: ModelSpec
+    number: int = 0
+    """Counts the instances of its slice."""
     jobs: dict[str, PlacedRequest] = field(default_factory=dict[str, PlacedRequest])
     pending: dict[str, PlacedRequest] = field(default_factory=dict[str, PlacedRequest])
     """Requests without a first token."""
@@ -151,6 +155,10 @@ class SliceLoad:
     """What waits at the controller can still go to any slice, so this one gets no more than keeps
     it busy."""
     _work: Work | None = None
+    _busy: list[Instance] = field(default_factory=list[Instance])
+    """Active instances with requests. Hundreds may have none."""
+    _instances: int = 0
+    """How many it ever had."""
 
     def __post_init__(self) -> None:
         self.most_requests = 2 * self.slice.max_batch
@@ -178,21 +186,29 @@ class SliceLoad:
         job = None if instance is None else instance.jobs.get(request.id)
         return 0.0 if job is None else job.excused_s
 
-    def busy(self) -> Iterator[Instance]:
-        return (one for one in self.active.values() if one.jobs)
+    def busy(self) -> list[Instance]:
+        """Return the instances with requests, in the order of their activation."""
+        return self._busy
+
+    def resident_bytes(self) -> int:
+        """Return the weights of instances with requests that do not stream. With weight swapping,
+        models without requests take no room."""
+        size = 0
+        for one in self._busy:
+            size += 0 if one.streams else one.spec.weight_bytes
+        return size
 
     def work(self) -> "Work":
         """Return the work of all instances; it is kept until something changes."""
         if self._work is None:
             round_s, tpot_s = 0.0, _NEVER_S
             prompts: list[tuple[float, float]] = []
-            for one in self.active.values():
-                if one.jobs:
-                    round_s += one.step_s()
-                    if one.tpot_s < tpot_s:
-                        tpot_s = one.tpot_s
-                    for job in one.pending.values():
-                        prompts.append((job.due_s, one.times.prefill_s(job.request.prompt_len)))
+            for one in self._busy:
+                round_s += one.step_s()
+                if one.tpot_s < tpot_s:
+                    tpot_s = one.tpot_s
+                for job in one.pending.values():
+                    prompts.append((job.due_s, one.times.prefill_s(job.request.prompt_len)))
             self._work = Work(round_s, tpot_s, tuple(sorted(prompts)))
         return self._work
 
@@ -210,9 +226,11 @@ class SliceLoad:
         stream_step_s: float = 0.0,
     ) -> Instance:  # fmt: skip
         times = self.profiled.get(spec.id, UNKNOWN)
+        self._instances += 1
         instance = Instance(
-            spec, times=times, ready=ready, streams=streams, stream_step_s=stream_step_s
-        )
+            spec, self._instances, times=times, ready=ready, streams=streams,
+            stream_step_s=stream_step_s,
+        )  # fmt: skip
         self.active[spec.id] = instance
         self.unused += 1
         self.weight_bytes += 0 if streams else spec.weight_bytes
@@ -252,7 +270,10 @@ class SliceLoad:
         self._work = None
         instance = self.active[request.model]
         instance.changed()
-        self.unused -= not instance.jobs
+        if not instance.jobs:
+            self.unused -= 1
+            self._busy.append(instance)
+            self._busy.sort(key=_BY_NUMBER)
         job = PlacedRequest(request, kv_bytes, now, kept=kept)
         instance.jobs[request.id] = instance.pending[request.id] = job
         self.kv_bytes += kv_bytes
@@ -290,6 +311,7 @@ class SliceLoad:
         if not instance.jobs:
             instance.tpot_s = _NEVER_S
             self.unused += 1
+            self._busy.remove(instance)
 
 
 class Outputs:

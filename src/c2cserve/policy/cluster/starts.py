@@ -72,7 +72,9 @@ class Starts:
         """Note a first token, of a request that was sent at `sent_s`. `after`: how long it took
         since the request arrived, in TTFT targets."""
         self._changing.add(slice_id)
-        one = self._slices.setdefault(slice_id, _Slice())
+        one = self._slices.get(slice_id)
+        if one is None:
+            one = self._slices[slice_id] = _Slice()
         one.started.finished()
         if after > _NEARLY:
             one.late_sent_s = max(one.late_sent_s, sent_s)
@@ -92,12 +94,13 @@ class Starts:
         """Note that the number of a slice's requests without a first token has changed."""
         self._changing.add(slice_id)
 
-    def full(self, slice_id: str, waiting: Callable[[str], int], ttft_s: float) -> bool:
-        """Return whether a further request would wait too long on a slice."""
+    def full(self, slice_id: str, waiting: int, ttft_s: float) -> bool:
+        """Return whether a further request would wait too long on a slice. `waiting`: its requests
+        without a first token."""
         one = self._slices.get(slice_id)
-        if one is None or one.trusted or (count := waiting(slice_id)) < MANY:
+        if one is None or one.trusted or waiting < MANY:
             return False
-        return one.started.wait_s(count) > one.share * ttft_s
+        return one.started.wait_s(waiting) > one.share * ttft_s
 
     def hopeless(self, load: SliceLoad, now: float) -> list[PlacedRequest]:
         """Return those of a slice's requests whose first token will be late behind the others."""

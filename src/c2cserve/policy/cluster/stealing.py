@@ -43,33 +43,38 @@ class Stealing:
             self._asked[request_id] = ""
 
     def ended(self, request_id: str) -> None:
-        self._recalls.pop(request_id, None)
-        self._asked.pop(request_id, None)
+        if self._recalls:
+            self._recalls.pop(request_id, None)
+            self._asked.pop(request_id, None)
 
-    def placed(self) -> Iterator[tuple[SliceLoad, Request]]:
-        """Yield requests that have come back, and the slice that each was recalled for."""
+    def placed(self) -> list[tuple[SliceLoad, Request]]:
+        """Return requests that have come back, and the slice that each was recalled for."""
+        if not self._back:
+            return []
         back, self._back = self._back, []
-        for request, slice_id in back:
-            if slice_id in self._slices:
-                yield self._slices[slice_id], request
+        return [
+            (self._slices[slice_id], request) for request, slice_id in back
+            if slice_id in self._slices
+        ]  # fmt: skip
 
-    def recalls(self, now: float, may_take: MayTake) -> list[Recall]:
+    def uneven(self) -> tuple[list[SliceLoad], list[SliceLoad]] | None:
+        """Return slices on which requests wait behind others, and idle ones. None: one kind is
+        missing, so that nothing can be recalled."""
+        self.wakeup = None
+        sources: list[SliceLoad] = []
+        idle: list[SliceLoad] = []
+        for load in self._slices.values():
+            if load.unstarted and load.requests > 1:
+                sources.append(load)
+            elif not load.requests and load.slice.id not in self._asked.values():
+                idle.append(load)
+        return (sources, idle) if sources and idle else None
+
+    def recalls(
+        self, sources: list[SliceLoad], idle: list[SliceLoad], now: float, may_take: MayTake
+    ) -> list[Recall]:
         """Ask for requests. For each idle slice these are half of the requests of the slice with
         most late ones, or fewer if fewer are late. The most urgent go first."""
-        self.wakeup = None
-        # A source has others before what waits for its first token.
-        sources = [
-            load for load in self._slices.values() if load.unstarted and load.requests > 1
-        ]  # fmt: skip
-        if not sources:
-            return []
-        busy = set(self._asked.values())
-        idle = [
-            load for load in self._slices.values()
-            if not load.requests and load.slice.id not in busy
-        ]  # fmt: skip
-        if not idle:
-            return []
         actions: list[Recall] = []
         late = {load.slice.id: self._late(load, now) for load in sources}
         if not any(late.values()):
@@ -107,7 +112,7 @@ class Stealing:
         are late. Some will be late only by what is believed of times."""
         waiting = sorted(
             (job.due_s, job.request.id, instance.times.prefill_s(job.request.prompt_len), job)
-            for instance in load.active.values() for job in instance.pending.values()
+            for instance in load.busy() for job in instance.pending.values()
         )  # fmt: skip
         late: list[PlacedRequest] = []
         round_s = load.round_s()

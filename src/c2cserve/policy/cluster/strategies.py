@@ -8,8 +8,7 @@
 they add none, so its controller is never handed an action that it cannot carry out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Generic, Never, Protocol, TypeVar
 
 from c2cserve.core import events as ev
@@ -54,10 +53,12 @@ class Placing(Protocol):
         ...
 
 
-class BudgetedPlacing:
+class BudgetedPlacing(Placing):
     """`policy.cluster.placement`, within the budgets that are known of slices."""
 
-    ours = True
+    @property
+    def ours(self) -> bool:
+        return True
 
     def __init__(
         self, mean_output: Callable[[str], float], budgets: Budgets = LINK_AND_MEMORY
@@ -133,17 +134,17 @@ class InstanceRules(Generic[ExtraT_co]):
         """Take back memory from instances that requests have left."""
         return ()
 
-    def expired(self, now: float) -> Iterator[tuple[SliceLoad, Instance]]:
-        """Yield instances that have had no requests for long enough, and their slices. An instance
+    def expired(self, now: float) -> Sequence[tuple[SliceLoad, Instance]]:
+        """Return instances that have had no requests for long enough, and their slices. An instance
         or a slice may have ended since."""
-        return iter(())
+        return ()
 
 
-@dataclass(frozen=True, slots=True)
 class Strategies(Generic[ExtraT_co]):
-    outputs: Outputs
-    placing: Placing
-    instances: InstanceRules[ExtraT_co]
+    def __init__(
+        self, outputs: Outputs, placing: Placing, instances: InstanceRules[ExtraT_co]
+    ) -> None:
+        self.outputs, self.placing, self.instances = outputs, placing, instances
 
 
 def live_strategies() -> Strategies[Never]:

@@ -128,8 +128,9 @@ class Suspects:
 
     def cleared(self, request_id: str) -> None:
         """Note that the request has made progress, or has ended."""
-        self._records.pop(request_id, None)
-        self.left(request_id)
+        if self._records or self._trials:
+            self._records.pop(request_id, None)
+            self.left(request_id)
 
     def left(self, request_id: str) -> None:
         """Note that the request is not on trial any more."""

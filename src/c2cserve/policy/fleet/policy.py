@@ -41,7 +41,7 @@ class _Held:
 
 
 class FleetPolicy:
-    """`runtime.ports.Policy[FleetEvent, FleetAction]`. Each front runs one, over what all nodes
+    """`core.policy.Policy[FleetEvent, FleetAction]`. Each front runs one, over what all nodes
     report; fronts do not talk to each other."""
 
     done = False

@@ -132,6 +132,8 @@ class ActiveModel:
     time: StepTime
     rank: "Callable[[Seq], float]"
     """Orders its requests, first come or least headroom first."""
+    number: int = 0
+    """Counts the models that were active on the slice."""
     whole_prompts: bool = False
     """A prompt that is under way goes before more urgent ones, until it is done."""
     seqs: dict[str, Seq] = field(default_factory=dict[str, Seq])

@@ -12,7 +12,6 @@ few steps without the slowest. The controller gets none that only one step has s
 refuse requests for it. (The simulator has its own cost model: what is believed and what happens are
 never the same table.)"""
 
-from collections import deque
 from dataclasses import dataclass, field
 
 _STEPS = 5
@@ -36,7 +35,7 @@ class StepTime:
 
     prefill_token_s: float = 0.0
     """0: nothing is known yet, or prompts took no longer than the decodes beside them."""
-    _prompts: "deque[tuple[int, float]]" = field(default_factory=deque[tuple[int, float]])
+    _prompts: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     """The last prefills: tokens, and seconds beside those of the decodes."""
     _decodes: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """floor(log2(batch)) -> seconds of the last decode steps."""
@@ -146,7 +145,7 @@ def _typical(steps: list[float]) -> float:
     return shortest if count < 3 else (total - longest - shortest) / (count - 2)
 
 
-def _token_s(prompts: "deque[tuple[int, float]]") -> float:
+def _token_s(prompts: list[tuple[int, float]]) -> float:
     """Return the seconds per token of the last prefills, without the slowest. Forget older ones."""
     total = 0
     for tokens, _ in prompts:
@@ -154,7 +153,8 @@ def _token_s(prompts: "deque[tuple[int, float]]") -> float:
     while len(prompts) > _PROMPTS_MOST or (
         len(prompts) > _STEPS and total - prompts[0][0] >= _PROMPT_TOKENS
     ):
-        total -= prompts.popleft()[0]
+        total -= prompts[0][0]
+        del prompts[0]
     took_s, slowest_tokens, slowest_s, most = 0.0, 0, 0.0, -1.0
     for tokens, seconds in prompts:
         took_s += seconds

@@ -202,15 +202,17 @@ class KvArena:
             return None
         taken: list[int] = []
         while len(taken) < count:
-            if not kv.roomy and not self._grow(kv):
+            span = next(iter(kv.roomy.values())) if kv.roomy else self._grow(kv)
+            if span is None:
                 self._evict_oldest(kv)
                 continue
-            span = next(iter(kv.roomy.values()))
             more = min(len(span.free), count - len(taken))
             offsets = span.free[-more:]
             del span.free[-more:]
-            if not span.free:
-                del kv.roomy[span.first_slab]
+            if span.free:
+                kv.roomy[span.first_slab] = span
+            else:
+                kv.roomy.pop(span.first_slab, None)
             self._held(kv, span, more)
             kv.free -= more
             taken += offsets
@@ -235,10 +237,13 @@ class KvArena:
                 if before in hashes or before in sharers:
                     break
                 first -= 1
-            freed = list(offsets[first:end])
-            freed.reverse()
-            self._free(kv, span, freed)
-            self._unheld(kv, span, len(freed))
+            if span.held == end - first and not span.cached:
+                self._empty(kv, span)
+            else:
+                freed = list(offsets[first:end])
+                freed.reverse()
+                self._free(kv, span, freed)
+                self._unheld(kv, span, len(freed))
             end = first
 
     def _unhold(self, kv: _ModelKv, offset: int) -> None:
@@ -283,6 +288,17 @@ class KvArena:
             else:
                 self._drop_span(kv, span)
 
+    def _empty(self, kv: _ModelKv, span: _Span) -> None:
+        """Give the arena a span with all of its held blocks, and nothing that is cached."""
+        if span.free:
+            del kv.roomy[span.first_slab]
+        kv.free -= len(span.free)
+        kv.held -= span.held
+        span.held = 0
+        self._occupy(kv, span, 0)
+        del kv.spans[span.first_slab]
+        self._take(kv, span, 0)
+
     def _free(self, kv: _ModelKv, span: _Span, offsets: Sequence[int]) -> None:
         if not span.free:
             kv.roomy[span.first_slab] = span
@@ -304,7 +320,8 @@ class KvArena:
         _mark(self._busy, kv, span, value)
         self._idle += kv.span_slabs if value == 0 else -kv.span_slabs
 
-    def _grow(self, kv: _ModelKv) -> bool:
+    def _grow(self, kv: _ModelKv) -> _Span | None:
+        """Take one more span, whose blocks are all free."""
         if kv.span_slabs == 1:
             first = self._taken.find(0)
         else:
@@ -312,14 +329,13 @@ class KvArena:
             first = next(free, -1)
         full = self._untaken - self._withheld < kv.span_slabs
         if full or first < 0 or (first >= self._roomy_slabs and self._can_evict(kv)):
-            return False
-        base = first * self.slab_bytes
-        last = base + (kv.per_span - 1) * kv.block_bytes
-        span = _Span(first, list(range(last, base - 1, -kv.block_bytes)))
+            return None
+        base, size = first * self.slab_bytes, kv.block_bytes
+        span = _Span(first, [base + at * size for at in range(kv.per_span - 1, -1, -1)])
         self._take(kv, span, 1)
-        kv.spans[first] = kv.roomy[first] = span
+        kv.spans[first] = span
         kv.free += kv.per_span
-        return True
+        return span
 
     def _can_evict(self, kv: _ModelKv) -> bool:
         return bool(kv.cached) or any(one.idle for one in self._models.values() if one is not kv)

@@ -7,31 +7,27 @@ if their tokens are sampled where it reads them. Where a slice has host memory f
 rotate through its own (`policy.slice.kv_rotation`)."""
 
 from collections.abc import Sequence
-from itertools import count
 from math import inf
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import Drop, Fail, Fetch, Return, RunStep, SliceAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
+from c2cserve.core.policy import Policy
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import Lane, SeqStep, Step
 from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight, spare_tokens
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.faults import Faults, groups, set_apart
-from c2cserve.policy.slice.in_flight import StepNumbers
+from c2cserve.policy.slice.in_flight import Lookahead, StepNumbers
 from c2cserve.policy.slice.lanes import Lanes
 from c2cserve.policy.slice.slice_memory import SliceMemory, with_kv_end
-from c2cserve.policy.slice.strategies import ExtraT, Lookahead, SliceStrategies, live_strategies
+from c2cserve.policy.slice.strategies import ExtraT, SliceStrategies, live_strategies
 
 
-class SlicePolicy(SliceMemory[ExtraT]):
-    """`runtime.ports.Policy[SliceEvent, SliceAction | ExtraT]`. It is never done: its process is
-    ended. Without `strategies` it is what a server runs, and has no actions of the type `ExtraT`.
-    """
-
-    done = False
-    wakeup: float | None = None
+class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | ExtraT]):
+    """A slice's policy. It is never done: its process is ended. Without `strategies` it is what a
+    server runs, and has no actions of the type `ExtraT`."""
 
     def __init__(
         self, slice_: Slice, max_in_flight: int = 1,
@@ -52,11 +48,19 @@ class SlicePolicy(SliceMemory[ExtraT]):
         """Requests since the last decision: no clock is read in between."""
         self._faults = Faults()
         self._step_ids = StepNumbers()
-        self._keys = count(1)
+        self._activated = 0
         self.retries = 0
         """Requests whose step failed and that ran again,"""
         self.given_up = 0
         """and those that failed again, alone."""
+
+    @property
+    def done(self) -> bool:
+        return False
+
+    @property
+    def wakeup(self) -> float | None:
+        return self._wakeup
 
     @property
     def turns(self) -> int:
@@ -75,6 +79,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
         if isinstance(event, ev.StepDone):  # `match` looks names up; most events are this one
             self._step_done(event)
             return
+        if isinstance(event, ev.Submitted):
+            self._submitted(event)
+            return
         match event:
             case ev.Activated(spec, keep):
                 self._activate(spec, keep)
@@ -84,18 +91,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 self._weights.fetched(name, took_s)
             case ev.Deactivated(name):
                 model = self._models.pop(name)
+                self._idle(model)
                 self._deactivated.append(model)
                 self._retire(model)
-            case ev.Submitted(request, chained):
-                model = self._models[request.model]
-                seq = self._seqs[request.id] = model.add(request, chained)
-                self._came.append(seq)
-                self._shares.entered(request.tenant)
-                self._weights.requested(request.model, request.arrival_s)
-                if model.given_up:
-                    self._give_back(seq)
-                else:
-                    self._truncate_if_too_long(seq)
             case ev.Withdrawn(request_id):
                 self._withdraw(request_id)
             case ev.RecallAsked(request_id, running):
@@ -114,14 +112,28 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 if self._strategies.chunk_table is not None:
                     self._strategies.chunk_table.take(event)
 
+    def _submitted(self, event: ev.Submitted) -> None:
+        request = event.request
+        model = self._models[request.model]
+        seq = self._seqs[request.id] = model.add(request, event.chained)
+        self._came.append(seq)
+        self._busies(model)
+        self._shares.entered(request.tenant)
+        self._weights.requested(request.model, request.arrival_s)
+        if model.given_up:
+            self._give_back(seq)
+        else:
+            self._truncate_if_too_long(seq)
+
     def _activate(self, spec: ModelSpec, keep: bool) -> None:
         if spec.id not in self._models:
             lane = self._lanes.of(spec.id, False if keep else None)
-            time, key = self._time(spec.id, lane), f"{spec.id}#{next(self._keys)}"
-            rules = self._strategies
+            self._activated += 1
+            key, time = f"{spec.id}#{self._activated}", self._time(spec.id, lane)
             model = ActiveModel(
-                spec.id, key, spec.kv_block_bytes, time, rules.rank, rules.whole_prompts
-            )
+                spec.id, key, spec.kv_block_bytes, time, self._strategies.rank, self._activated,
+                self._strategies.whole_prompts,
+            )  # fmt: skip
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
             for before in self._deactivated:  # a withdrawn step of it may be left
@@ -251,7 +263,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self._came.clear()
         self._shares.refresh(now)
         self._actions += self._weights.plan(now, self._in_flight.models())
-        self.wakeup = self._weights.wakeup
+        self._wakeup = self._weights.wakeup
         lanes = self._lanes.in_order()
         if self._rotation is not None and any(self._may_launch(lane, now) for lane in lanes):
             seqs = self._in_hbm_or_ready()
@@ -303,21 +315,13 @@ class SlicePolicy(SliceMemory[ExtraT]):
     def _turn(self, lane: Lane, tried: set[str], now: float) -> tuple[bool, str] | None:
         """Return which of the lane's models runs next. A model changes lanes between steps."""
         candidates = [
-            (model.first(), model.last_step, name)
-            for name, model in self._models.items()
-            if model.seqs and name not in tried and self._weights.computes(name)
-            and self._lane_of(name) == lane and not self._in_flight.holds_up(model, lane)
+            (model.first(), model.last_step, model.name)
+            for model in self._busy
+            if model.name not in tried and self._weights.computes(model.name)
+            and self._lane_of(model.name) == lane and not self._in_flight.holds_up(model, lane)
         ]  # fmt: skip
         allowed = self._shares.candidates(candidates, self._models)
         return self._weights.turn(allowed, now, self._lanes.late_ran[lane])
-
-    def _in_hbm_or_ready(self) -> list[Seq]:
-        """Return the requests that rotate. Of a model whose weights are absent, these are the ones
-        with KV in HBM. They may leave, and the others come in after the weights."""
-        return [
-            seq for seq in self._seqs.values()
-            if self._weights.computes(seq.model.name) or (seq.started and not seq.paused)
-        ]  # fmt: skip
 
     def _may_launch(self, lane: Lane, now: float) -> bool:
         """Steps of a lane do not overlap while requests compete for memory: only between steps can
@@ -328,7 +332,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _launch_several(self, lookahead: Lookahead, now: float) -> None:
         """Launch several decode steps at once, where single decisions would come to the same."""
-        models = [m for m in self._models.values() if m.seqs and self._weights.computes(m.name)]
+        models = [one for one in self._busy if self._weights.computes(one.name)]
         assert len(self._lanes.late_ran) == 1, "lanes end in any order, which none foresees"
         late_ran = self._lanes.late_ran["resident"]
         steps = lookahead.decide(models, self._step_ids, now, late_ran)
@@ -342,10 +346,6 @@ class SlicePolicy(SliceMemory[ExtraT]):
         if now < begin_s < inf:
             self._wake_by(begin_s)
         return now >= begin_s
-
-    def _wake_by(self, when: float | None) -> None:
-        if when is not None:
-            self.wakeup = when if self.wakeup is None else min(when, self.wakeup)
 
     def _launch(self, model: ActiveModel, lane: Lane, now: float) -> bool:
         """Start the model's next step. Return False if nothing of it can run now."""
@@ -365,7 +365,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         parts: list[SeqStep] = []
         budget = 0
         if prefills and len(decodes) < self._slice.max_batch:
-            beside = [m for m in self._models.values() if self._lane_of(m.name) == lane]
+            beside = [one for one in self._busy if self._lane_of(one.name) == lane]
             budget = self._strategies.prefill_budget(
                 beside, model, prefills[0], now, len(decodes), self._slice.max_step_tokens
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Generic
 
 from c2cserve.core.actions import (
@@ -24,6 +25,8 @@ from c2cserve.policy.slice.prefix_tier import PrefixTier
 from c2cserve.policy.slice.strategies import ExtraT, SliceStrategies
 from c2cserve.policy.slice_shares import SliceShares
 
+_BY_NUMBER = attrgetter("number")
+
 
 class SliceMemory(Generic[ExtraT]):
     """The part of `policy.slice` that starts, preempts and ends requests."""
@@ -44,11 +47,14 @@ class SliceMemory(Generic[ExtraT]):
         self._weights = strategies.memory
         self._deactivated: list[ActiveModel] = []
         self._seqs: dict[str, Seq] = {}
+        self._busy: list[ActiveModel] = []
+        """Active models with requests, in the order of their activation. Hundreds may have none."""
         self._shares = SliceShares()
         self._in_flight = InFlight()
         self._first_in_line: Seq | None = None
         """The most urgent request that waits for memory."""
         self._now = 0.0
+        self._wakeup: float | None = None
         self._short_of_room = False
         """A running request found no block for its next token."""
         self._actions: list[SliceAction | ExtraT] = []
@@ -168,10 +174,23 @@ class SliceMemory(Generic[ExtraT]):
         if self._first_in_line is seq:
             self._first_in_line = None
         del seq.model.seqs[seq.request.id], self._seqs[seq.request.id]
+        if not seq.model.seqs:
+            self._idle(seq.model)
         self._shares.left(seq.request.tenant, self._now)
         if not seq.busy:
             self._forget(seq)
             self._retire(seq.model)
+
+    def _busies(self, model: ActiveModel) -> None:
+        """Note that an active model has got a request."""
+        if len(model.seqs) == 1:
+            self._busy.append(model)
+            self._busy.sort(key=_BY_NUMBER)
+
+    def _idle(self, model: ActiveModel) -> None:
+        """Note that a model has no requests any more, or is not active."""
+        if model in self._busy:
+            self._busy.remove(model)
 
     def _forget(self, seq: Seq) -> None:
         if seq.withdrawn and not seq.ended:
@@ -222,6 +241,18 @@ class SliceMemory(Generic[ExtraT]):
                 return False  # the others are more urgent, or in flight: it waits for them
         seq.blocks += block
         return True
+
+    def _in_hbm_or_ready(self) -> list[Seq]:
+        """Return the requests that rotate. Of a model whose weights are absent, these are the ones
+        with KV in HBM. They may leave, and the others come in after the weights."""
+        return [
+            seq for seq in self._seqs.values()
+            if self._weights.computes(seq.model.name) or (seq.started and not seq.paused)
+        ]  # fmt: skip
+
+    def _wake_by(self, when: float | None) -> None:
+        if when is not None:
+            self._wakeup = when if self._wakeup is None else min(when, self._wakeup)
 
     def _release_weights(self, model: ActiveModel) -> bool:
         """Release other models' weights for its KV. Return whether there were any that can go."""

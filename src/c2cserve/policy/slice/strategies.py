@@ -21,13 +21,11 @@ from c2cserve.core.events import ChunksProfiled, GemmsMeasured
 from c2cserve.core.machine import Slice
 from c2cserve.policy.slice.batching import (
     BY_HEADROOM,
-    ActiveModel,
-    DecidedSteps,
     PrefillBudget,
     Seq,
     headroom_budget,
 )
-from c2cserve.policy.slice.in_flight import StepNumbers
+from c2cserve.policy.slice.in_flight import Lookahead
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.rotation import PACED, RotationSettings
 from c2cserve.policy.weights.weight_memory import WeightMemory
@@ -36,14 +34,6 @@ from c2cserve.policy.weights.weight_swapping import WeightSwapping
 
 ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)
-
-
-class Lookahead(Protocol):
-    """Decides several decode steps at once where single decisions would come to the same."""
-
-    def decide(
-        self, models: Sequence[ActiveModel], step_ids: StepNumbers, now: float, late_ran: bool
-    ) -> DecidedSteps | None: ...
 
 
 class GemmControl(Protocol[ExtraT_co]):

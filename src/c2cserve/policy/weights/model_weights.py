@@ -1,13 +1,14 @@
 """What a slice knows of one model whose weights are kept as a whole."""
 
 from dataclasses import dataclass
-from math import isinf
+from math import frexp, isinf
 from typing import Literal
 
 from c2cserve.policy.slice.batching import ActiveModel
 
 State = Literal["absent", "loading", "resident", "refused"]
 STATES: tuple[State, ...] = ("absent", "loading", "resident", "refused")
+_LONG_S = 1e4
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +39,10 @@ class ModelWeights:
         return self.model.most_urgent_due_s() if self.model.seqs else float("inf")
 
     @property
+    def absent(self) -> bool:
+        return self.state == "absent"
+
+    @property
     def takes_room(self) -> bool:
         """Whether the weights are in the slice's memory, or on their way there."""
         return self.state in ("loading", "resident")
@@ -58,6 +63,13 @@ class ModelWeights:
         """Return what is lost if it leaves without requests; of lesser ones, the one that is
         expected last goes first."""
         return *self.rank, now < self.asked_s + self.keep_warm_s, -self.needed_s(now)
+
+    def worth(self, now: float) -> int:
+        """Return what its next step is worth (`weight_swapping.WeightSwapping.favourite`): the
+        logarithm, rounded, so that it seldom changes while models run."""
+        gap_s = min(max(self.gap_s, now - self.asked_s), _LONG_S)
+        step_s = self.model.time.decode_step_s(len(self.model.seqs))
+        return frexp(self.size * gap_s / step_s)[1] if step_s else 0
 
     def needed_s(self, now: float) -> float:
         """When a client will wait for it, if it is absent: its next token is due, or its next

@@ -27,7 +27,7 @@ again, with more room. If that does not help either, it streams until KV has mad
 (`_make_way_for_long`)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from math import frexp, inf, isinf
+from math import inf, isinf
 
 from c2cserve.core.actions import Fetch, Release
 from c2cserve.core.machine import Slice
@@ -47,7 +47,6 @@ _AT_A_TIME = 2
 """Loads over one link: more would all be late."""
 EASE_S = 4.0
 """While all models have so much headroom, they do not take turns (chosen in simulation)."""
-_LONG_S = 1e4
 _TRIES = 3
 """Loads of a model that may be refused in a row before it streams."""
 _REFUSED_S = 2.0
@@ -72,8 +71,8 @@ class WeightSwapping(WeightMemory):
         self._weights: dict[str, ModelWeights] = {}
         self._in: dict[State, dict[str, ModelWeights]] = {state: {} for state in STATES}
         """The same by state: most decisions concern a few of many models."""
-        self._bounded: dict[str, ModelWeights] = {}
-        """Those beside whose weights not every request fits."""
+        self._asked: dict[str, ModelWeights] = {}
+        """Those that may have requests; the others have none."""
         self._there_bytes = 0  # of the weights that take room
         self._freeing: tuple[str, frozenset[str]] = "", frozenset()
         """The model that broke a deadlock, and its requests that held KV then. It stays until they
@@ -89,7 +88,7 @@ class WeightSwapping(WeightMemory):
     @property
     def scarce(self) -> bool:
         """A model with requests is out: what is decided for long must be looked at again soon."""
-        return any(one.model.seqs for one in self._in["absent"].values())
+        return any(one.absent and one.model.seqs for one in self._asked.values())
 
     def computes(self, name: str) -> bool:
         """Its weights are here to stay, or prompts use them as they arrive. Or it is not kept."""
@@ -107,8 +106,7 @@ class WeightSwapping(WeightMemory):
 
     @property
     def needed_bytes(self) -> int:
-        there = (*self._in["resident"].values(), *self._in["loading"].values())
-        size = sum(one.size for one in there if one.model.seqs)
+        size = sum(x.size for x in self._asked.values() if x.takes_room and x.model.seqs)
         return self._room.slabs(size) * self._arena.slab_bytes
 
     def capacity(self, model: ActiveModel) -> int:
@@ -126,8 +124,6 @@ class WeightSwapping(WeightMemory):
         rank = spec.pinned, spec.priority
         one = ModelWeights(model, spec.weight_bytes, rank, spec.keep_warm_s, tokens)
         self._weights[model.name] = self._in[one.state][model.name] = one
-        if not isinf(tokens):
-            self._bounded[model.name] = one
         self._bound_cache()
 
     def ended(self, model: ActiveModel) -> Sequence[Release]:
@@ -135,8 +131,8 @@ class WeightSwapping(WeightMemory):
         if one is None or one.model is not model:
             return ()
         there, release = one.takes_room, self._release(one)
-        del self._weights[model.name], self._in["absent"][model.name]
-        self._bounded.pop(model.name, None)
+        for books in (self._weights, self._in["absent"], self._asked):
+            books.pop(model.name, None)
         self._bound_cache()
         return (release,) if there else ()
 
@@ -178,6 +174,7 @@ class WeightSwapping(WeightMemory):
             gap_s = now - one.asked_s
             one.gap_s = gap_s if isinf(one.gap_s) else one.gap_s + _WEIGHT * (gap_s - one.gap_s)
             one.asked_s = now
+            self._asked[name] = one
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -189,14 +186,13 @@ class WeightSwapping(WeightMemory):
         if self._tried and any(self.streams(name) is False for name in in_flight):
             self._tried.clear()
         self._reconsider(now)
-        actions = self._make_way_for_long(in_flight) if self._bounded else []
+        actions = self._make_way_for_long(in_flight)
         most = _AT_A_TIME if self._rotates else len(self._weights)
         chosen, self._draining = self._draining, {}
         while len(self._in["loading"]) < most:
-            out = [(one.due_s, name) for name, one in self._in["absent"].items() if one.model.seqs]
+            out = self._absent()
             if not out:
                 break
-            out.sort()
             first = self._weights[out[0][1]]
             victims = self._victims_for(first, now, chosen)
             if victims is None:
@@ -217,10 +213,16 @@ class WeightSwapping(WeightMemory):
             actions += self._bring(first, victims)
         return actions
 
+    def _absent(self) -> list[tuple[float, str]]:
+        """Return the absent models with requests by when their next tokens are due, and when."""
+        for name in [name for name, one in self._asked.items() if not one.model.seqs]:
+            del self._asked[name]
+        return sorted((one.due_s, name) for name, one in self._asked.items() if one.absent)
+
     def _reconsider(self, now: float) -> None:
         """Models whose loads were refused may be loaded again once KV reaches less far. After a
         while they may in any case: other weights may have made way."""
-        for one in list(self._in["refused"].values()):
+        for one in [*self._in["refused"].values()] if self._in["refused"] else ():
             if not one.too_long:
                 since_s = one.refused_s = now if one.refused_s is None else one.refused_s
                 less = self._arena.held_end_bytes < one.kv_end_bytes
@@ -231,12 +233,14 @@ class WeightSwapping(WeightMemory):
         """Let models stream whose longest request does not fit beside their weights. Steps in
         flight end first; there are no new ones meanwhile."""
         actions: list[Fetch | Release] = []
-        for one in self._bounded.values():
-            if one.model.seqs and one.too_long:
-                if one.state == "resident" and one.model.name not in in_flight:
-                    actions.append(self._release(one))
-                if one.state == "absent":
-                    self._stream(one)
+        long = [one for one in self._asked.values() if one.too_long]
+        if len(long) > 1:
+            long.sort(key=lambda one: one.model.number)
+        for one in long:
+            if one.state == "resident" and one.model.name not in in_flight:
+                actions.append(self._release(one))
+            if one.state == "absent":
+                self._stream(one)
         return actions
 
     def turn(
@@ -254,19 +258,13 @@ class WeightSwapping(WeightMemory):
         longest. The worth of its step is weight bytes * seconds until its next request is expected
         / seconds of the step. By Smith's rule this gives the least weighted waiting for memory.
         None: no model here makes room for others."""
-        if not self._rotates or not self._weights:
-            return None
-        worths = [(self._worth(name, now), name) for name in names]
-        return max(worths)[1] if worths else None
-
-    def _worth(self, name: str, now: float) -> int:
-        """Its logarithm, rounded, so that it seldom changes while they run."""
-        one = self._weights.get(name)
-        if one is None:
-            return 0
-        gap_s = min(max(one.gap_s, now - one.asked_s), _LONG_S)
-        step_s = one.model.time.decode_step_s(len(one.model.seqs))
-        return frexp(one.size * gap_s / step_s)[1] if step_s else 0
+        most, first = 0, ""
+        for name in names if self._rotates and self._weights else ():
+            one = self._weights.get(name)
+            worth = 0 if one is None else one.worth(now)
+            if not first or worth > most or (worth == most and name > first):
+                most, first = worth, name
+        return first or None
 
     def make_room(
         self, model: ActiveModel, in_flight: Collection[str], now: float

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from c2cserve.core.actions import BaselineClusterAction, ClusterAction
 from c2cserve.core.events import ClusterEvent
+from c2cserve.core.policy import Policy
 from c2cserve.runtime.driver import run
-from c2cserve.runtime.ports import Policy, Recorder
+from c2cserve.runtime.ports import Recorder
 from c2cserve.serving.controller.fleet import FleetDown
 from c2cserve.serving.controller.world import Aborted, ControllerWorld
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice
 from c2cserve.sim.world.shapes import SimModel
-from c2cserve.sim.world.tables import KernelTimes, StepTable, Tables
+from c2cserve.sim.world.tables import KernelTimes, Points, StepTable, Tables
 
 
 def _link(machine: SimMachine, factor: float) -> SimMachine:
@@ -37,9 +37,7 @@ def _bandwidth(machine: SimMachine, factor: float) -> SimMachine:
     return replace(machine, slices=tuple(slices))
 
 
-def _less(
-    decode: Sequence[tuple[float, Sequence[tuple[float, float]]]], factor: float
-) -> Sequence[tuple[float, Sequence[tuple[float, float]]]]:
+def _less(decode: Sequence[tuple[float, Points]], factor: float) -> list[tuple[float, Points]]:
     return [(length, [(x, y / factor) for x, y in points]) for length, points in decode]
 
 

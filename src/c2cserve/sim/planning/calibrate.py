@@ -25,7 +25,7 @@ from c2cserve.runtime.replay import RecordLines
 from c2cserve.runtime.wire import untagged
 from c2cserve.sim.world.costs import table_seconds
 from c2cserve.sim.world.hardware import SLICE_FIELDS
-from c2cserve.sim.world.tables import StepTable, interpolate
+from c2cserve.sim.world.tables import Points, StepTable, interpolate
 
 _ENOUGH = 3
 """How many similar steps a median needs."""
@@ -38,7 +38,7 @@ class CalibrationError(ValueError):
     """The record does not tell enough; one line that says what it lacks."""
 
 
-Decodes = tuple[float, Sequence[tuple[float, float]]]
+Decodes = tuple[float, Points]
 """Mean length, and (batch, seconds)."""
 Window = tuple[float, float]
 """Begin and end on the record's clock, seconds."""
@@ -183,7 +183,7 @@ def _medians(groups: Iterable[tuple[int, list[float]]]) -> list[tuple[float, flo
 
 
 def _longer_is_slower(by_length: Iterable[Decodes]) -> Iterator[Decodes]:
-    before: Sequence[tuple[float, float]] = ()
+    before: Points = []
     for length, points in by_length:
         if before:
             points = [(batch, max(s, interpolate(before, batch))) for batch, s in points]

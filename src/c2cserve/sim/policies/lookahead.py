@@ -5,13 +5,13 @@ can be asked for several steps, with the times they are expected to take. The sl
 all of them: fewer decisions for the same steps. The executor stops at the end of a step when
 anything else happens."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from c2cserve.core.actions import RunStep
 from c2cserve.core.request import blocks_of
 from c2cserve.core.step import Step
 from c2cserve.policy.headroom import next_turn
+from c2cserve.policy.slice import in_flight
 from c2cserve.policy.slice.batching import ActiveModel, DecidedSteps, Seq, StepInFlight
 from c2cserve.policy.slice.in_flight import StepNumbers
 from c2cserve.policy.slice.kv import KvArena
@@ -23,8 +23,8 @@ _STEPS_SCARCE = 8
 """Steps decided at once while a model waits for memory."""
 
 
-class Lookahead:
-    """`policy.slice.strategies.Lookahead` of a slice with one lane, whose KV does not rotate."""
+class Lookahead(in_flight.Lookahead):
+    """The lookahead of a slice with one lane, whose KV does not rotate."""
 
     def __init__(
         self, steps: int, max_batch: int, strategies: SliceStrategies[Any], *, by_headroom: bool
@@ -38,7 +38,7 @@ class Lookahead:
         self._by_headroom = by_headroom
 
     def decide(
-        self, models: Sequence[ActiveModel], step_ids: StepNumbers, now: float, late_ran: bool
+        self, models: list[ActiveModel], step_ids: StepNumbers, now: float, late_ran: bool
     ) -> DecidedSteps | None:
         """Decide the next steps and take memory for them. None: there are less than two, or there
         is not enough memory for all of them."""
@@ -50,7 +50,7 @@ class Lookahead:
             return None
         return _launch(models, order, times, step_ids, now)
 
-    def plan(self, models: Sequence[ActiveModel], now: float, late_ran: bool) -> list[int]:
+    def plan(self, models: list[ActiveModel], now: float, late_ran: bool) -> list[int]:
         """Return which model runs next, then next, and so on: indices into `models`, which are all
         that have requests here."""
         steps, favourite = self._steps, None
@@ -73,7 +73,7 @@ class Lookahead:
 
 
 def _order(
-    models: Sequence[ActiveModel], paces: Sequence[float], top: int, steps: int, most: int,
+    models: list[ActiveModel], paces: list[float], top: int, steps: int, most: int,
     now: float, late_ran: bool,
 ) -> list[int]:  # fmt: skip
     """Play single decisions through. `paces`: seconds by which a token moves a model's rank. `top`:
@@ -85,7 +85,7 @@ def _order(
     order: list[int] = []
     counts = [0] * len(models)
     known, punctual = list(ranks), True  # those of the favourite are updated when it matters
-    for _ in range(steps):
+    while len(order) < steps:
         index = _least(known) if punctual else 0
         punctual = punctual and known[index] >= now
         if punctual:  # all of them: least headroom first
@@ -94,6 +94,17 @@ def _order(
                 index = _least(known)
             rank, late_ran = known[index], False
             if top >= 0 and rank >= now + EASE_S:
+                if index != top:  # it has the least headroom until the favourite has used that up
+                    runs, each_s = counts[top], steps_s[top]
+                    while rank >= now + EASE_S and runs < most and len(order) < steps:
+                        order.append(top)
+                        runs += 1
+                        ranks[top] = ranks[top] + paces[top]
+                        now += each_s
+                    counts[top] = runs
+                    if rank >= now + EASE_S:
+                        break
+                    continue
                 index = top
             else:
                 known[index] = rank + paces[index]
@@ -117,14 +128,15 @@ def _order(
 def _least(ranks: list[float]) -> int:
     """Return the index of the least rank, the first of several."""
     index, least = 0, ranks[0]
-    for other, rank in enumerate(ranks):
+    for other in range(1, len(ranks)):
+        rank = ranks[other]
         if rank < least:
             index, least = other, rank
     return index
 
 
 def _launch(
-    models: Sequence[ActiveModel], order: list[int], times: list[int], step_ids: StepNumbers,
+    models: list[ActiveModel], order: list[int], times: list[int], step_ids: StepNumbers,
     now: float,
 ) -> DecidedSteps:  # fmt: skip
     """`times`: how often each model runs."""
@@ -160,7 +172,7 @@ def _launch(
     return DecidedSteps(launched, run, models[order[-1]].first() < now)
 
 
-def _make_room(models: Sequence[ActiveModel], times: list[int], arena: KvArena) -> bool:
+def _make_room(models: list[ActiveModel], times: list[int], arena: KvArena) -> bool:
     """Blocks for all tokens that will be drawn. False: there is not enough memory."""
     for index, model in enumerate(models):
         runs = times[index]

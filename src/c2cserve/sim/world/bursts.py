@@ -17,66 +17,65 @@ class Burst:
     lists which step runs when. After `remaining[i]` runs a sequence of step `i` ends, and the burst
     with it."""
 
-    def __init__(
-        self, costs: list[float], order: tuple[int, ...], remaining: Sequence[int]
-    ) -> None:
+    def __init__(self, costs: list[float], order: tuple[int, ...], remaining: list[int]) -> None:
         self._order = order
         self.costs = costs
-        self.length = _until_one_ends(order, remaining)
+        length, work = _until_one_ends(costs, order, remaining)
+        self.length = length
         """How many entries run."""
-        self.work = self._done_after(self.length)
+        self.work = work
+        """The work of these."""
 
-    def _done_after(self, entries: int) -> float:
-        """Return the work done at the end of so many entries.
+    def _over(self, done: float) -> tuple[int, float]:
+        """Return how many entries have ended when `done` of the work is over. Return also the work
+        at the end of the one that is under way.
 
         (Sums are made again where they are asked for. To keep them all takes longer.)"""
-        costs, done = self.costs, 0.0
+        costs, order, end = self.costs, self._order, 0.0
         if len(costs) == 1:
             each = costs[0]
-            for _ in range(entries):
-                done += each
+            for position in range(self.length):
+                end += each
+                if end > done:
+                    return position, end
         else:
-            order = self._order
-            for position in range(entries):
-                done += costs[order[position]]
-        return done
-
-    def _over(self, done: float) -> int:
-        """Return how many entries have ended when `done` of the work is over."""
-        costs, order, end = self.costs, self._order, 0.0
-        for position in range(self.length):
-            end += costs[order[position]]
-            if end > done:
-                return position
-        return self.length
+            for position in range(self.length):
+                end += costs[order[position]]
+                if end > done:
+                    return position, end
+        return self.length, end
 
     def cut(self, done: float) -> bool:
         """End the burst with the step that is under way when `done` of the work is over.
 
         Return whether this shortens it."""
-        length = self._over(done) + 1
-        if length >= self.length:
+        over, work = self._over(done)
+        if over + 1 >= self.length:
             return False
-        self.length = length
-        self.work = self._done_after(length)
+        self.length, self.work = over + 1, work
         return True
 
     def runs(self, done: float) -> list[int]:
         """Return how often each step has run when `done` of the work is over."""
-        return times_of(self._order[: self._over(done)], len(self.costs))
+        over, _ = self._over(done)
+        return times_of(self._order[:over], len(self.costs))
 
     def spans(self) -> list[tuple[int, float, float]]:
         """Return (runs, work done at the end of its first run, and of its last) of each step."""
         costs, order, end = self.costs, self._order, 0.0
         if len(costs) == 1:
             return [(self.length, costs[0], self.work)]
-        spans = [(0, 0.0, 0.0)] * len(costs)
+        runs = [0] * len(costs)
+        first, last = [0.0] * len(costs), [0.0] * len(costs)
         for position in range(self.length):
             number = order[position]
             end += costs[number]
-            times, first, _ = spans[number]
-            spans[number] = (times + 1, first if times else end, end)
-        return spans
+            times = runs[number]
+            runs[number] = times + 1
+            last[number] = end
+            if not times:
+                first[number] = end
+        return [(runs[number], first[number], last[number]) for number in range(len(costs))]
 
 
 def fewest_left(parts: Parts) -> int:
@@ -99,14 +98,22 @@ def times_of(order: Sequence[int], steps: int) -> list[int]:
     return times
 
 
-def _until_one_ends(order: tuple[int, ...], remaining: Sequence[int]) -> int:
-    """Return after how many entries a step has run as often as it may."""
-    if len(remaining) == 1:
-        return min(len(order), remaining[0])
-    left = list(remaining)
-    for position, number in enumerate(order):
+def _until_one_ends(
+    costs: list[float], order: tuple[int, ...], remaining: list[int]
+) -> tuple[int, float]:
+    """Return after how many entries a step has run as often as it may, and the work of these."""
+    done = 0.0
+    if len(costs) == 1:
+        length, each = min(len(order), remaining[0]), costs[0]
+        for _ in range(length):
+            done += each
+        return length, done
+    left = remaining[:]
+    for position in range(len(order)):
+        number = order[position]
+        done += costs[number]
         runs = left[number] - 1
         left[number] = runs
         if not runs:
-            return position + 1
-    return len(order)
+            return position + 1, done
+    return len(order), done

@@ -1,7 +1,7 @@
 """Invariants that hold for any policy, asserted at every step that a slice gets."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from c2cserve.core.actions import BringPrefix, DropPrefix, Move, SavePrefix
@@ -45,11 +45,17 @@ class BlockBook:
     """Blocks that a sequence holds, by offset."""
     sharers: dict[int, int] = field(default_factory=dict[int, int])
     """Block with several holders -> number of holders beside the first."""
-    slabs: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
-    """First slab of a block -> model, held blocks that begin in it."""
+    owners: list[str] = field(init=False)
+    """The last model with a block that begins in each slab,"""
+    counts: list[int] = field(init=False)
+    """and how many such blocks are held."""
     held_bytes: int = 0
     weight_bytes: int = 0
     """Bytes of models that are in the slice's memory as a whole."""
+
+    def __post_init__(self) -> None:
+        slabs = -(-self.slice.kv_bytes // self.slice.slab_bytes)
+        self.owners, self.counts = [""] * slabs, [0] * slabs
 
     def weigh(self, weight_bytes: int) -> None:
         """Update the bytes of weights."""
@@ -92,17 +98,20 @@ class BlockBook:
         if not offsets:
             return
         size, model, held = seq.spec.kv_block_bytes, seq.spec.id, self.held
-        least, most = _bounds(offsets)
-        inside = least >= 0 and most + size <= self.slice.kv_bytes
-        assert inside, "a block lies outside of the arena"
-        before = len(held)
+        end, slab_bytes, before = self.slice.kv_bytes - size, self.slice.slab_bytes, len(held)
         held.update(offsets)
         assert len(held) == before + len(offsets), "a block has two owners"
         self.held_bytes += size * len(offsets)
-        for slab, count in self._by_slab(offsets, least, most):
-            owner, blocks = self.slabs.get(slab, (model, 0))
-            assert owner == model, "a slab holds blocks of two models"
-            self.slabs[slab] = (model, blocks + count)
+        owners, counts = self.owners, self.counts
+        for offset in list(offsets):
+            assert 0 <= offset <= end, "a block lies outside of the arena"
+            slab = offset // slab_bytes
+            count = counts[slab]
+            if count:
+                assert owners[slab] == model, "a slab holds blocks of two models"
+            else:
+                owners[slab] = model
+            counts[slab] = count + 1
         self._check_memory()
 
     def _give(self, seq: SeqState, offsets: Sequence[int]) -> None:
@@ -114,12 +123,10 @@ class BlockBook:
         held.difference_update(offsets)
         assert len(held) == before - len(offsets), "a block is given back that has no holder"
         self.held_bytes -= seq.spec.kv_block_bytes * len(offsets)
-        for slab, count in self._by_slab(offsets, *_bounds(offsets)):
-            model, blocks = self.slabs[slab]
-            if blocks == count:
-                del self.slabs[slab]
-            else:
-                self.slabs[slab] = (model, blocks - count)
+        counts, slab_bytes = self.counts, self.slice.slab_bytes
+        for offset in list(offsets):
+            slab = offset // slab_bytes
+            counts[slab] = counts[slab] - 1
 
     def _has_sharer(self, offset: int) -> bool:
         """Return whether another sequence holds the block too, and count one holder less."""
@@ -131,18 +138,6 @@ class BlockBook:
         else:
             self.sharers[offset] = more - 1
         return True
-
-    def _by_slab(self, offsets: Sequence[int], least: int, most: int) -> Iterable[tuple[int, int]]:
-        """Return (slab, number of these blocks that begin in it) pairs."""
-        slab_bytes = self.slice.slab_bytes
-        slab = least // slab_bytes
-        if slab == most // slab_bytes:
-            return ((slab, len(offsets)),)
-        counts: dict[int, int] = {}
-        for offset in offsets:
-            slab = offset // slab_bytes
-            counts[slab] = counts.get(slab, 0) + 1
-        return counts.items()
 
     def release(self, seq: SeqState) -> None:
         """Free the KV of a sequence, on the host too."""
@@ -174,17 +169,6 @@ class BlockBook:
         """End the move of a sequence."""
         self._give(seq, seq.swapping_out)
         seq.swapping_out, seq.moving = [], False
-
-
-def _bounds(offsets: Sequence[int]) -> tuple[int, int]:
-    """Return the least and the largest of some numbers."""
-    least = most = offsets[0]
-    for one in offsets:
-        if one < least:
-            least = one
-        elif one > most:
-            most = one
-    return least, most
 
 
 @dataclass(slots=True, eq=False)

@@ -1,16 +1,16 @@
 """The compute of a simulated slice: steps in the order of their submission, one at a time."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import inf, sqrt
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import RunStep
-from c2cserve.core.step import Step
+from c2cserve.core.step import Lane, Step
 from c2cserve.sim.world.bursts import Burst, Parts, fewest_left, times_of
 from c2cserve.sim.world.checks import BlockBook, SeqState
-from c2cserve.sim.world.context import SimulationContext, SliceUse
+from c2cserve.sim.world.context import ComputingSlice, SimulationContext, SliceUse
 from c2cserve.sim.world.costs import spread_of
 from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.links import Flow
@@ -33,24 +33,19 @@ class Compute:
         seqs: Mapping[str, SeqState],
         book: BlockBook,
         cached: WeightCache | None,
-        notify: Callable[[ev.SliceEvent], None],
-        finished: Callable[[SeqState], None],
         use: SliceUse,
-        lasting: Callable[[Step, float], float],
+        owner: ComputingSlice,
+        lane: Lane,
     ) -> None:
-        """`cache` holds weights that stream; None: all are in the slice's memory.
-
-        `finished` is called for sequences with all their output, before the policy is notified of
-        the step's end. `lasting` returns the seconds of a step that begins now, but for its link.
-        It is given those that it takes alone, and with all of its kernels launched."""
+        """`cache` holds weights that stream; None: all are in the slice's memory."""
         self.use = use
-        self._lasting = lasting
+        self._owner = owner
+        self._lane: Lane = lane
         self.alphas: dict[str, float] = {}
         """Model -> share of its hybrid GEMMs' columns that are output-stationary."""
         self._simulated, self._context = simulated, context
         self._route, self._h2d = simulated.compute, simulated.h2d
         self._seqs, self._book, self._cache = seqs, book, cached
-        self._notify, self._finished = notify, finished
         self._dead = False
         self._line: deque[RunStep] = deque()
         """Runs in line; the first of them is under way."""
@@ -193,7 +188,7 @@ class Compute:
         cost = context.costs.step(step, model, simulated, cached, alpha, self._times[self._current])
         scale = spread_of(context.random, context.noise) if context.noise else 1.0
         alone_s = scale * context.costs.lasting_s(cost, simulated, self._step_s)
-        floor_s = self._lasting(step, alone_s)
+        floor_s = self._owner.lasting(self._lane, step, alone_s)
         self._floor_s, self._compute_share = floor_s, cost.compute_share
         streamed = self._streamed_bytes = cost.link_bytes if h2d else 0.0
         self.use.streamed_bytes += streamed
@@ -383,8 +378,8 @@ class Compute:
                     finished = seq.tracked.sampled >= seq.tracked.output
                     outcomes.append(ev.SeqOutcome(part.request_id, times, finished))
                     if finished:
-                        self._finished(seq)
-            self._notify(ev.StepDone(step.id, tuple(outcomes), took_s, times, streamed))
+                        self._owner.finished(seq)
+            self._owner.step_over(ev.StepDone(step.id, tuple(outcomes), took_s, times, streamed))
         if self._line:
             self._start()
 
@@ -393,4 +388,4 @@ class Compute:
         moved = network.moved_bytes(link) - self._moved_before
         memory = self._memory_bytes / (took_s * self._simulated.hbm_bytes_per_s)
         use = moved / (took_s * network.links[link].bytes_per_s)
-        self._notify(ev.GemmsMeasured(step.model, took_s, min(1.0, memory), min(1.0, use)))
+        self._owner.step_over(ev.GemmsMeasured(step.model, took_s, min(1.0, memory), min(1.0, use)))

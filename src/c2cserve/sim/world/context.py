@@ -6,6 +6,8 @@ from random import Random
 from typing import Protocol
 
 from c2cserve.core import events as ev
+from c2cserve.core.step import Lane, Step
+from c2cserve.sim.world.checks import SeqState
 from c2cserve.sim.world.costs import Costs
 from c2cserve.sim.world.links import Network
 from c2cserve.sim.world.loop import LoopScheduler
@@ -26,6 +28,24 @@ class Controller(Protocol):
     def dropped(self, tracked: TrackedRequest) -> None: ...
 
     def returned(self, tracked: TrackedRequest) -> None: ...
+
+
+class ComputingSlice(Protocol):
+    """A slice as its lanes notify it."""
+
+    def lasting(self, lane: Lane, step: Step, alone_s: float) -> float:
+        """Return the seconds of a step that begins now, but for its link. `alone_s`: those that it
+        takes alone, and with all of its kernels launched."""
+        ...
+
+    def finished(self, seq: SeqState) -> None:
+        """Note that a sequence has all its output, before the policy is notified of the step's
+        end."""
+        ...
+
+    def step_over(self, event: ev.SliceEvent) -> None:
+        """Notify the policy of a step's end, or of what was measured of it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

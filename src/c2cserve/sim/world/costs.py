@@ -81,8 +81,6 @@ class _Terms:
     """Keys and values of a token in one layer."""
     pair_flop: float
     """Attention of a token with one before it, in one layer."""
-    layers_s: dict[int, float]
-    """Rows -> seconds of all layers' GEMMs, as far as they were needed."""
 
 
 class Clock:
@@ -186,7 +184,6 @@ class Costs:
             output_bytes=float(shape.item_bytes * shape.vocabulary_parameters),
             kv_layer_bytes=shape.kv_token_bytes / shape.layers,
             pair_flop=4.0 * hidden,
-            layers_s={},
         )
 
 
@@ -206,12 +203,10 @@ def _of_kernels(
             longest = max(longest, end)
         else:
             pairs += part.tokens * (start + end + 1) // 2
-    gemms_s = terms.layers_s.get(tokens, 0.0)
-    if not gemms_s:
-        gemms_s = terms.layers_s[tokens] = kernels.layers_s(model.shape, tokens)
-        terms.layers_s[1] = kernels.layers_s(model.shape, 1)
-    read_s = cached * terms.layers_s[1]
-    bound = gemms_s > _WAITS * terms.layers_s[1]
+    gemms_s = kernels.layers_s(model.shape, tokens)
+    one_s = kernels.layers_s(model.shape, 1)
+    read_s = cached * one_s
+    bound = gemms_s > _WAITS * one_s
     if cached < 1.0:
         gemms_s = max(cached * gemms_s, terms.token_s * tokens)
     memory_s = terms.activation_s * tokens + terms.layers * kernels.others_s

@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from c2cserve.core.policy import Policy
 from c2cserve.runtime.driver import tick
-from c2cserve.runtime.ports import Executor, Policy, Recorder
+from c2cserve.runtime.ports import Executor, Recorder
 from c2cserve.sim.world.timeline import Timeline
 
 E = TypeVar("E")

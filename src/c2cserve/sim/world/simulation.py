@@ -10,11 +10,12 @@ from c2cserve.core.request import Request
 from c2cserve.policy.baselines.presets import C2CSERVE, Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.slice.strategies import live_steps_in_flight
+from c2cserve.runtime.ports import Executor
 from c2cserve.sim.policies.build import cluster_policy, slice_policy
 from c2cserve.sim.policies.profiled import profiled
 from c2cserve.sim.recording import Recorders, no_recorders
 from c2cserve.sim.stuck import Stuck
-from c2cserve.sim.world.context import SimulationContext
+from c2cserve.sim.world.context import Controller, SimulationContext
 from c2cserve.sim.world.costs import Costs
 from c2cserve.sim.world.faults import Fault
 from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice
@@ -52,8 +53,8 @@ class Settings:
     """GEMMs are C2CServe's hybrid ones instead of ours (`sim.world.costs`)."""
 
 
-class Simulation:
-    """`runtime.ports.Executor` for the controller's policy, and all around it."""
+class Simulation(Executor[act.ClusterAction | act.BaselineClusterAction], Controller):
+    """The executor of the controller's policy, and all around it."""
 
     def __init__(
         self,
@@ -202,13 +203,14 @@ class Simulation:
     # ---- Executor -------------------------------------------------------------------------------
 
     def submit(self, action: act.ClusterAction | act.BaselineClusterAction) -> None:
+        if isinstance(action, act.Dispatch):  # `match` looks names up; most actions are this one
+            tracked = self.requests.live[action.request_id]
+            assert not tracked.slice_id, f"{action.request_id} is dispatched twice"
+            tracked.slice_id = action.slice_id
+            tracked.dispatched_s = self.timeline.now
+            self.slices[action.slice_id].submit_request(tracked)
+            return
         match action:
-            case act.Dispatch(request_id, slice_id):
-                tracked = self.requests.live[request_id]
-                assert not tracked.slice_id, f"{request_id} is dispatched twice"
-                tracked.slice_id = slice_id
-                tracked.dispatched_s = self.timeline.now
-                self.slices[slice_id].submit_request(tracked)
             case act.Reject(request_id, status):
                 tracked = self.requests.live[request_id]
                 assert status != 429 or not tracked.resumed, f"{request_id} had tokens, then 429"

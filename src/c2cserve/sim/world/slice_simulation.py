@@ -20,11 +20,11 @@ from c2cserve.core.actions import (
     Truncate,
 )
 from c2cserve.core.step import LANES, Lane, Step
-from c2cserve.runtime.ports import Recorder
+from c2cserve.runtime.ports import Executor, Recorder
 from c2cserve.sim.policies.build import SimulatedSlicePolicy
 from c2cserve.sim.world.checks import BlockBook, PrefixBook, SeqState
 from c2cserve.sim.world.compute import Compute
-from c2cserve.sim.world.context import SimulationContext, SliceUse
+from c2cserve.sim.world.context import ComputingSlice, SimulationContext, SliceUse
 from c2cserve.sim.world.copy_engine import CopyEngine
 from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.host_thread import HostThread
@@ -42,8 +42,8 @@ _REPORT_S = 1.0
 """How often a live worker tells the controller what steps took."""
 
 
-class SliceSimulation:
-    """`runtime.ports.Executor` of all of a slice's actions."""
+class SliceSimulation(Executor[SliceAction | BaselineSliceAction], ComputingSlice):
+    """The executor of all of a slice's actions."""
 
     def __init__(
         self,
@@ -77,8 +77,7 @@ class SliceSimulation:
         """Counters of all lanes together."""
         self._lanes: dict[Lane, Compute] = {
             lane: Compute(
-                simulated, context, self.seqs, self.book, self._cache, self._step_over,
-                self._finished, self.use, partial(self._lasting, lane),
+                simulated, context, self.seqs, self.book, self._cache, self.use, self, lane
             )
             for lane in LANES[: simulated.slice.lanes]
         }  # fmt: skip
@@ -183,7 +182,7 @@ class SliceSimulation:
         for compute in self._lanes.values():
             compute.interrupt()
 
-    def _lasting(self, lane: Lane, step: Step, alone_s: float) -> float:
+    def lasting(self, lane: Lane, step: Step, alone_s: float) -> float:
         """Return the seconds of a step that begins now, of those that it takes alone."""
         left_s = self._arriving.left_s(step, alone_s)
         took_s = left_s * self._slowdown(lane) * self._arriving.slowdown(lane)
@@ -344,7 +343,7 @@ class SliceSimulation:
         if not self._dead:
             self._lanes[run.step.lane].submit(run)
 
-    def _step_over(self, event: ev.SliceEvent) -> None:
+    def step_over(self, event: ev.SliceEvent) -> None:
         """Notify the policy of a step's end, with the time that a live slice would give it."""
         if self._host is not None and isinstance(event, ev.StepDone):
             took_s = self._host.ended(event.step_id, self._context.timeline.now)
@@ -381,7 +380,7 @@ class SliceSimulation:
             self.prefixes.end(action)
             self._notify(ev.PrefixMoved(action.move, self._context.timeline.now - since_s))
 
-    def _finished(self, seq: SeqState) -> None:
+    def finished(self, seq: SeqState) -> None:
         self.book.release(seq)
         self._remove(seq)
         self._context.controller.finished(seq.tracked)

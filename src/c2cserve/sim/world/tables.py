@@ -21,7 +21,7 @@ from c2cserve.sim.world.shapes import Shape
 _LENGTH_STEP = 32
 """Average lengths are rounded to steps of so many tokens, so that lookups can be cached."""
 
-Points = Sequence[tuple[float, float]]
+Points = list[tuple[float, float]]
 
 
 def interpolate(points: Points, x: float) -> float:
@@ -148,7 +148,11 @@ class KernelTimes:
     _gemms: dict[tuple[int, float], float] = field(
         default_factory=dict[tuple[int, float], float], compare=False
     )
-    """What was computed before."""
+    """What was computed before,"""
+    _layers: dict[str, dict[int, float]] = field(
+        default_factory=dict[str, dict[int, float]], compare=False
+    )
+    """and of shapes, by their names."""
 
     def faster(self, memory: float, compute: float) -> "KernelTimes":
         """Return the same with memory and arithmetic so many times as fast. All else gains what
@@ -161,8 +165,14 @@ class KernelTimes:
 
     def layers_s(self, shape: Shape, rows: int) -> float:
         """Return the seconds of all GEMMs of a model's layers."""
-        each = sum([self.gemm_s(rows, size) for size in linear_bytes(shape)])
-        return shape.layers * each
+        known = self._layers.get(shape.name)
+        if known is None:
+            known = self._layers[shape.name] = {}
+        found = known.get(rows, 0.0)
+        if not found:
+            each = sum([self.gemm_s(rows, size) for size in linear_bytes(shape)])
+            found = known[rows] = shape.layers * each
+        return found
 
     def gemm_s(self, rows: int, weight_bytes: float) -> float:
         """Return the seconds of one GEMM. What it takes for one row is that of reading weights."""
