@@ -272,6 +272,10 @@ class ClusterPolicy(Generic[ExtraT]):
             return
         names, fresh = set(self._queue.models()), {request.id for request in arrived}
         anywhere, untried = changed or not self._placing.ours, self._queue.uncovered
+        if self._placing.polls:
+            changed = now >= self._admission.recheck_s
+            relieved.clear()
+            untried.clear()
         if not changed and not relieved:  # the first of other models could not be placed before
             names = {request.model for request in arrived} | (untried & names)
         if not names:

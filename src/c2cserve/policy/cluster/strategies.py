@@ -39,6 +39,11 @@ class Placing(Protocol):
         A request that waited is tried only where room was made since. Baselines do none of it."""
         ...
 
+    @property
+    def polls(self) -> bool:
+        """Whether what waits is tried again at fixed intervals, whatever has changed."""
+        ...
+
     def place(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
         *, late: bool, runs: bool, owed_bytes: int,
@@ -58,6 +63,7 @@ class BudgetedPlacing:
     """`policy.cluster.placement`, within the budgets that are known of slices."""
 
     ours = True
+    polls = False
 
     def __init__(
         self, mean_output: Callable[[str], float], budgets: Budgets = LINK_AND_MEMORY
