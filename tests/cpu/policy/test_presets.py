@@ -122,6 +122,21 @@ def test_limits_keep_slices_to_one_model_and_gpus_only(seed: int) -> None:
     assert all(len(up.active) <= 1 for up in world.slices.values())
 
 
+@pytest.mark.parametrize(("preset", "after_s"), [("slinfer", 0.25), ("aegaeon", 0.1)])
+def test_what_waits_is_tried_again_as_published(preset: str, after_s: float) -> None:
+    """SLINFER's code looks at what waits every 0.25 s. Others have no interval of their own."""
+    policy = cluster_policy(AdmissionSettings(), PRESETS[preset])
+    spec = ModelSpec("a", 10, 2, 1024, 4096)
+    tell(policy, 0.0, ev.PoolState(100), ev.ModelAdded(spec), ev.ModelUsable("a"))
+    tell(policy, 0.0, ev.ModelLoaded("a", 10, 0.0), ev.Arrived(request("r", "a")))
+    sent = [
+        at
+        for at in (0.1, 0.2, 0.25)
+        if act.Dispatch("r", "g0") in tell(policy, at, *[ev.SliceUp(gpu("g0"))] * (at == 0.1))
+    ]
+    assert sent == [after_s]
+
+
 def test_a_request_on_its_way_back_outlives_its_slice() -> None:
     """SLINFER takes it from a slice that is lost before it comes back."""
     policy = cluster_policy(AdmissionSettings(), PRESETS["slinfer"])
@@ -132,9 +147,9 @@ def test_a_request_on_its_way_back_outlives_its_slice() -> None:
     assert act.Dispatch("r", "g0") in tell(policy, 0.0, ev.Arrived(one))
     policy._instances._preempt(policy._slices["g0"], "a")
     assert act.Preempt("r", "g0") in tell(policy, 0.1)
-    sent = tell(policy, 0.2, ev.SliceLost("g0", (one,)))
+    sent = tell(policy, 0.3, ev.SliceLost("g0", (one,)))
     assert act.Dispatch("r", "g1") in sent
-    tell(policy, 0.3, ev.Finished("r", 5), ev.Draining())
+    tell(policy, 0.4, ev.Finished("r", 5), ev.Draining())
     assert policy.done
 
 

@@ -23,6 +23,11 @@ class BaselinePlacing:
     def ours(self) -> bool:
         return False
 
+    @property
+    def polls(self) -> bool:
+        """SLINFER's code tries what waits every 0.25 s, and so do the systems beside it there."""
+        return self.preset.placing in ("slinfer", "limits")
+
     def place(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
         *, late: bool, runs: bool, owed_bytes: int,

@@ -7,14 +7,15 @@ matters is the sum of what there is to do. A slice's budgets are the time of all
 and, where they are known, memory and link (`Budgets`)."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop
-from math import isinf
+from math import ceil, isinf
 from typing import Protocol
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
+from c2cserve.policy.cluster.pool_residency import ModelBook
 from c2cserve.policy.cluster.quantify import OVERESTIMATE
 from c2cserve.policy.cluster.slice_load import Instance, Placement, SliceLoad
 
@@ -163,6 +164,41 @@ def active_if_full(loads: Sequence[SliceLoad]) -> set[str] | None:
         if load.unused or len(load.active) < load.slice.max_active:
             return None
     return set[str]().union(*[load.active for load in loads])
+
+
+def awaited(
+    request: Request, load: SliceLoad, models: Mapping[str, ModelBook], waiting: int,
+    mean_output: float, now: float,
+) -> bool:  # fmt: skip
+    """Return whether the model would take a place on the slice from one that will be asked more
+    often meanwhile, and that runs nowhere now. (In an overload. Else a place is for who asks.)
+
+        meanwhile = load + mean output * round        asks = rate * meanwhile + those that wait
+
+    Another model had its place here if it was here last. It loses that if its weights do not fit
+    beside those with requests, or its steps not into a round."""
+    instance = load.active.get(request.model)
+    if (instance is not None and instance.jobs) or not load.unused:
+        return False
+    own, slice_ = models[request.model], load.slice
+    round_s = load.work().round_s + load.times(request.model).decode_s(1, request.prompt_len)
+    load_s = own.spec.weight_bytes / slice_.load_bytes_per_s if slice_.load_bytes_per_s else 0.0
+    meanwhile_s = mean_output * round_s + load_s * load.keeps
+    asks = waiting + own.asks.per_s(now) * meanwhile_s
+    size = sum(one.spec.weight_bytes for one in load.busy() if not one.streams)
+    size += own.spec.weight_bytes + ceil(load.kv_bytes)
+    names = [name for name, one in load.active.items() if not one.jobs and name != request.model]
+    here = [(models[n].asks.per_s(now), n) for n in names if models[n].slice_id == slice_.id]
+    for rate, name in sorted(here, reverse=True):
+        if not rate * meanwhile_s > asks:  # also while times are not known
+            return False
+        other, step_s = models[name], load.times(name).decode_s(1, request.prompt_len)
+        fits = not slice_.hbm_bytes or size + other.spec.weight_bytes <= slice_.hbm_bytes
+        if fits and OVERESTIMATE * (round_s + step_s) <= request.slo.tpot_s:
+            size, round_s = size + other.spec.weight_bytes, round_s + step_s
+        elif not other.running:
+            return True
+    return False
 
 
 def place(

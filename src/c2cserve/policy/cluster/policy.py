@@ -15,7 +15,7 @@ from c2cserve.policy.cluster.departures import Changes, Departures
 from c2cserve.policy.cluster.failing import Failing
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.cluster.instances import Instances
-from c2cserve.policy.cluster.placement import active_if_full
+from c2cserve.policy.cluster.placement import active_if_full, awaited
 from c2cserve.policy.cluster.pool_residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
 from c2cserve.policy.cluster.relocation import Relocation, earlier
@@ -200,6 +200,7 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
             )
         else:
             self._changes.pool |= not model.in_pool
+            model.asks.note(request.arrival_s)
             self._wait(request)
 
     def _fail(self, now: float) -> None:
@@ -273,6 +274,10 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
             return
         names, fresh = set(self._queue.models()), {request.id for request in arrived}
         anywhere, untried = changed or not self._placing.ours, self._queue.uncovered
+        if self._placing.polls:
+            changed = now >= self._admission.recheck_s
+            relieved.clear()
+            untried.clear()
         if not changed and not relieved:  # the first of other models could not be placed before
             names = {request.model for request in arrived} | (untried & names)
         if not names:
@@ -336,6 +341,10 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
     def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:
         book, loads = self._models[request.model], self._admission.taking(loads, request)
         spec, runs, late = book.spec, book.running > 0, self._admission.may_be_late(request)
+        scarce = self._placing.ours and self._admission.overload
+        if scarce and not self._admission.never_refused(request):
+            all_, mean = self._queue.count(spec.id), self._outputs.mean(spec.id)
+            loads = [x for x in loads if not awaited(request, x, self._models, all_, mean, now)]
         found = self._placing.place(
             request, spec, loads, self._value, now, late=late, runs=runs,
             owed_bytes=self._queue.owed_bytes(spec.id),
@@ -361,6 +370,7 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._queue.follow(request)
         self._instances.send(request, model.spec, placement, now, kept=kept)
         model.running += 1
+        model.slice_id = placement.slice_id
         model.used(now)
 
     def _forget(self) -> None:

@@ -33,6 +33,10 @@ class ModelBook:
     """Requests dispatched."""
     last_used_s: float = float("-inf")
     uses: Uses = field(init=False)
+    asks: Uses = field(default_factory=lambda: Uses(0.0))
+    """Its requests, also those that were refused."""
+    slice_id: str = ""
+    """Where its last request was sent."""
     failures: int = 0
     """Loads failed in a row."""
     retry_s: float | None = None

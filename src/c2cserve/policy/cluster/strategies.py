@@ -38,6 +38,11 @@ class Placing(Protocol):
         A request that waited is tried only where room was made since. Baselines do none of it."""
         ...
 
+    @property
+    def polls(self) -> bool:
+        """Whether what waits is tried again at fixed intervals, whatever has changed."""
+        ...
+
     def place(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
         *, late: bool, runs: bool, owed_bytes: int,
@@ -59,6 +64,10 @@ class BudgetedPlacing(Placing):
     @property
     def ours(self) -> bool:
         return True
+
+    @property
+    def polls(self) -> bool:
+        return False
 
     def __init__(
         self, mean_output: Callable[[str], float], budgets: Budgets = LINK_AND_MEMORY
