@@ -9,7 +9,7 @@ from example_counts import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levels import RUNNABLE, TILE_MODEL, as_seen
-from test_layers import KINDS, WHOLE, Model, OneByOne
+from small_layers import KINDS, WHOLE, Model, OneByOne
 
 from c2cserve.kernels import build, native
 from c2cserve.kernels.cpu_ops import CpuOps
