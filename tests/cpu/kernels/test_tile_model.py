@@ -154,13 +154,15 @@ def test_what_tiles_write_for_the_next_product_has_the_bits_of_rows(inner: int, 
     ops, tokens, hidden = CpuOps(2, isa=isa), 75, 64
     w13 = (noise(1, 2 * inner, hidden, seed=1) / 4).bfloat16()
     w2 = (noise(1, hidden, inner, seed=2) / 4).bfloat16()
+    whole = (inner // 32 + 2) * 32
+    wider = torch.ones(1, 2 * whole, hidden).bfloat16(), torch.ones(1, hidden, whole).bfloat16()
     x = noise(tokens, hidden)
     x[3, 5], x[4, 6], x[70, 7] = torch.nan, torch.inf, 1e30  # and those beside them are numbers
     ids, weights = torch.zeros((tokens, 1), dtype=torch.int32), torch.ones((tokens, 1))
     want = 0.0 + ops.linear(ops.gated(x, w13[0]), w2[0])  # a token's sum begins with zero
     for copies in COPIES:
         ops.copy_strips(always=copies)
-        ops.moe_experts(torch.full_like(x, torch.nan), ids, weights, w13, w2)  # what memory held
+        ops.moe_experts(x * torch.nan, ids, weights, *wider)  # fills the memory between them
         got = ops.moe_experts(x, ids, weights, w13, w2)
         assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
