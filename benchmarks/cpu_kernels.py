@@ -1,7 +1,7 @@
 """The CPU kernels of each level against torch's (oneDNN) and this machine's memory, in one run.
 
 python benchmarks/cpu_kernels.py [--threads N] [--levels amx,avx512_bf16] [--models 0.5B,8B]
-                                 [--parts gemm,decode] [--ways chunks,x2] [--seconds S] [--out FILE]
+                                 [--parts gemm,decode] [--seconds S] [--out FILE]
 
 All that is compared takes turns until its time is up, and the best turn of each counts. On a shared
 machine, medians tell more about the neighbours (`load_before` is what else ran). For the same
@@ -9,13 +9,12 @@ reason one thread is timed by the processor time it got, several by the clock on
 
     gemm       a layer's matrices, 32 to 512 rows. `times_torch`: torch's time over ours. torch's
                linear takes the weights as they are; `times_prepacked` is torch with weights that
-               oneDNN has laid out for itself beforehand, a second copy. "amx/WAY" is one of the
-               ways in which the level `amx` can multiply more than 32 rows
-               (kernels/many_rows.py); `same_bits` says whether a way gives the bits of the
-               default. "gated" is gate and up with what combines them, also in torch.
+               oneDNN has laid out for itself beforehand, a second copy. "amx/chunks" is the level
+               `amx` with copies of all weights for more than 32 rows; `same_bits` says whether
+               it gives the bits of the default. "gated" is gate and up with what combines them,
+               also in torch.
     tiles      the level `amx` multiplies operands that come from one cache or another: what `gemm`
-               can reach. KiB of w and of x that are read round and round, and announced some steps
-               before.
+               can reach. KiB of w and of x that are read round and round.
     decode     all matrices of as many layers as exceed every cache, for 1 to 16 rows: bytes of
                weights per second, and as a share of a loop that only reads them.
     attention  a prompt's attention over its own blocks, and a decode step's over scattered blocks.
@@ -35,7 +34,6 @@ from torch import Tensor
 
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.layer import KvLayout
-from c2cserve.kernels.many_rows import MANY_ROWS, ManyRows
 from c2cserve.kernels.native import ISAS, best_isa, usable_flags
 from c2cserve.kernels.ops import RowSampling
 
@@ -51,18 +49,13 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
 PARTS = ("gemm", "decode", "attention", "small", "tiles")
 GEMM_ROWS = (32, 128, 512)
 DECODE_ROWS = (1, 2, 4, 8, 16)
-IN_PLACE_ROWS = 32  # at most: more rows have several ways
+IN_PLACE_ROWS = 32  # at most: w of more rows may be copied
 SETTLE_S = 0.05
 """How long torch's threads may wait in a loop for its next call, and take our threads' cores."""
 DECODE_BYTES = 1 << 29  # of weights: more than the caches of a server's socket
 # heads, kv heads, head size, context, sequences
 DECODE_ATTENTION = ((14, 2, 64, 2048, 8), (32, 8, 128, 2048, 8), (32, 8, 128, 8192, 1))
-# KiB of w, KiB of x, steps by which both are announced.
-TILE_OPERANDS = (
-    (2, 2, 0), (16, 16, 0), (24, 2, 0), (2, 512, 0), (2, 512, 2), (16, 512, 0), (16, 512, 2),
-    (24, 512, 0), (24, 512, 2), (24, 512, 4), (56, 512, 0), (56, 512, 2), (56, 512, 4),
-    (512, 512, 0), (512, 512, 2), (512, 512, 4), (512, 512, 8),
-)  # fmt: skip
+TILE_OPERANDS = ((2, 2), (16, 16), (2, 512), (24, 512), (56, 512), (512, 512))  # KiB of w, of x
 TILE_STEPS = 20_000
 PROMPT_ATTENTION = ((14, 2, 64, 512), (14, 2, 64, 2048), (32, 8, 128, 2048))  # the same, one prompt
 
@@ -103,22 +96,20 @@ def torch_calls(x: Tensor, w: Tensor, *, gated: bool) -> Calls:
 
 
 def gemm(
-    levels: Sequence[CpuOps], m: int, n: int, k: int, given: argparse.Namespace, *, gated: bool
+    levels: Sequence[CpuOps], m: int, n: int, k: int, least_s: float, *, gated: bool
 ) -> list[Record]:
     x, w, out = torch.randn(m, k), torch.randn(n, k).bfloat16() / k**0.5, torch.empty(m, n)
 
     def product(ops: CpuOps) -> Tensor:
         return ops.gated(x, w) if gated else ops.linear(x, w, None, out)
 
-    def way_of(ops: CpuOps, way: ManyRows) -> Callable[[], Tensor]:
+    def ours(ops: CpuOps, *, copies: bool = False) -> Callable[[], Tensor]:
         def call() -> Tensor:
-            ops.set_many_rows(way)
+            if ops.isa == "amx":
+                ops.copy_strips(always=copies)
             return product(ops)
 
         return call
-
-    def ours(ops: CpuOps) -> Callable[[], Tensor]:
-        return way_of(ops, ManyRows()) if ops.isa == "amx" else lambda: product(ops)
 
     theirs = torch_calls(x, w, gated=gated)
     mine = {ops.isa: ours(ops) for ops in levels}
@@ -126,10 +117,9 @@ def gemm(
     same_bits: dict[str, int] = {}
     if tiles:
         usual = mine[tiles.isa]().clone()
-        for name in given.ways:
-            mine[f"amx/{name}"] = call = way_of(tiles, MANY_ROWS[name])
-            same_bits[f"amx/{name}"] = int(torch.equal(call(), usual))
-    taken = best_s(levels[0].threads, given.seconds, {**mine, **theirs})
+        mine["amx/chunks"] = ours(tiles, copies=True)
+        same_bits["amx/chunks"] = int(torch.equal(mine["amx/chunks"](), usual))
+    taken = best_s(levels[0].threads, least_s, {**mine, **theirs})
     return [
         {
             "level": name, "m": m, "n": n, "k": k, "ms": taken[name] * 1e3,
@@ -142,18 +132,18 @@ def gemm(
 
 
 def tile_ceilings(ops: CpuOps, least_s: float) -> list[Record]:
-    def call(w: int, x: int, prefetch: int) -> Callable[[], object]:
-        return lambda: ops.tile_steps(w << 10, x << 10, prefetch, TILE_STEPS)
+    def call(w: int, x: int) -> Callable[[], object]:
+        return lambda: ops.tile_steps(w << 10, x << 10, TILE_STEPS)
 
-    names = {f"{w}/{x}/{prefetch}": (w, x, prefetch) for w, x, prefetch in TILE_OPERANDS}
+    names = {f"{w}/{x}": (w, x) for w, x in TILE_OPERANDS}
     taken = best_s(ops.threads, least_s, {name: call(*sizes) for name, sizes in names.items()})
-    done = ops.tile_steps(2048, 2048, 0, TILE_STEPS)
+    done = ops.tile_steps(2048, 2048, TILE_STEPS)
     return [
         {
-            "w_kib": w, "x_kib": x, "prefetch": prefetch, "gflop_per_s": done / taken[name] / 1e9,
+            "w_kib": w, "x_kib": x, "gflop_per_s": done / taken[name] / 1e9,
             "step_ns": taken[name] / TILE_STEPS * 1e9,
         }
-        for name, (w, x, prefetch) in names.items()
+        for name, (w, x) in names.items()
     ]  # fmt: skip
 
 
@@ -272,7 +262,7 @@ def gemms(levels: Sequence[CpuOps], given: argparse.Namespace) -> dict[str, Any]
         for name, (n, k) in MODELS[model].items()
         for gated in ((False, True) if name == "up" else (False,))
         for m in given.rows
-        for record in gemm(levels, m, n, k, given, gated=gated)
+        for record in gemm(levels, m, n, k, given.seconds, gated=gated)
     ]
     return {"gemm": records}
 
@@ -308,7 +298,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--levels", type=lambda text: text.split(","), default=runnable[:3])
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS)
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(MANY_ROWS))
     parser.add_argument("--rows", type=lambda t: [int(m) for m in t.split(",")], default=GEMM_ROWS)
     parser.add_argument("--seconds", type=float, default=0.5, help="at least, per measurement")
     parser.add_argument("--out", type=Path, help="JSON")

@@ -1,14 +1,15 @@
 """Where the time of a prompt goes on a CPU: the operators of a layer one by one, and whole layers.
 
 python benchmarks/cpu_prompt_parts.py [--models 0.5B,1.5B] [--tokens 128,512,2048] [--threads N]
-                                      [--ways chunks,x2] [--scaling 1,2,4,8,16] [--level amx]
+                                      [--copies] [--scaling 1,2,4,8,16] [--level amx]
                                       [--rounds 5] [--out FILE]
 
 A prompt's rows go through some layers of a model, with weights of their own and in bf16. Operators
 are timed one after another (`composed.run_layers`), and the same layers in one native call
 (`layers`). Medians over rounds; `share` is an operator's part of the sum of all. Single operators
-write to memory that is new each time, the native call does not. With `--ways`, the same layers go
-each way of multiplying many rows (kernels/many_rows.py), in turns, too.
+write to memory that is new each time, the native call does not. There, the level `amx` also
+writes the product of gate and up as the next product reads it. With `--copies`, the same layers
+take turns with copies of all weights (`layers/chunks`), for the level `amx`.
 
 --scaling times the native call with each number of threads, and as many single threads that have a
 prompt each (`apart`): what the machine's cores can do at once. Cores that share units, power or
@@ -42,7 +43,6 @@ from c2cserve.kernels.layer import (
     Mlp,
     TokenRows,
 )
-from c2cserve.kernels.many_rows import MANY_ROWS, ManyRows
 from c2cserve.kernels.native import chosen_isa
 
 # hidden, inner, heads, heads of k and v, head size, layers: Qwen2.5-0.5B and -1.5B.
@@ -167,18 +167,17 @@ def _timer(spent: dict[str, float]) -> Callable[[str], Any]:
 
 
 def measure(
-    ops: CpuOps, model: str, tokens: int, rounds: int, names: list[str]
+    ops: CpuOps, model: str, tokens: int, rounds: int, *, copies: bool
 ) -> list[dict[str, Any]]:
     prompt = Prompt(ops, model, tokens)
     prompt.whole_s()
     whole, parts = list[float](), dict[str, list[float]]()
-    ways: dict[str, list[float]] = {name: [] for name in names}
+    copied = list[float]()
     for _ in range(rounds):
-        for name, times in ways.items():
-            ops.set_many_rows(MANY_ROWS[name])
-            times.append(prompt.whole_s())
-        if ways:
-            ops.set_many_rows(ManyRows())
+        if copies:
+            ops.copy_strips(always=True)
+            copied.append(prompt.whole_s())
+            ops.copy_strips(always=False)
         whole.append(prompt.whole_s())
         for name, seconds in prompt.parts_s().items():
             parts.setdefault(name, []).append(seconds)
@@ -189,7 +188,8 @@ def measure(
         row | {"part": "layers", "ms": layer_s * 1e3, "share": layer_s / total,
                "tokens_per_s": tokens / (layer_s * prompt.layer_count)}
     ]  # fmt: skip
-    parts |= {f"layers/{name}": times for name, times in ways.items()}
+    if copies:
+        parts["layers/chunks"] = copied
     return found + [
         row | {"part": name, "ms": median(times) * 1e3, "share": median(times) / total}
         for name, times in parts.items()
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--scaling", type=_numbers, help="numbers of threads")
     parser.add_argument("--level", default=chosen_isa())
-    parser.add_argument("--ways", help="names, or all", default="")
+    parser.add_argument("--copies", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args()
@@ -222,7 +222,6 @@ def main() -> None:
 
     cpus = sorted(os.sched_getaffinity(0))[: given.threads]
     ops = CpuOps(given.threads, cpus if given.threads > 1 else None, given.level)
-    ways = list(MANY_ROWS) if given.ways == "all" else [n for n in given.ways.split(",") if n]
     for model in given.models.split(","):
         for tokens in given.tokens:
             if given.scaling:
@@ -232,7 +231,9 @@ def main() -> None:
                     print("  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
                 record()
                 continue
-            results["parts"] += (rows := measure(ops, model, tokens, given.rounds, ways))
+            results["parts"] += (
+                rows := measure(ops, model, tokens, given.rounds, copies=given.copies)
+            )
             line = "  ".join(f"{one['part']} {one['ms']:.2f}" for one in rows)
             record()
             print(f"{model} {tokens}: {rows[0]['tokens_per_s']:.0f}/s  {line}", flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 GEMM = ("level", "model", "matrix", "m", "gflop_per_s", "times_torch", "times_prepacked")
 DECODE = ("level", "model", "m", "weights_gb_per_s", "share_of_read", "times_torch")
 ATTENTION = ("level", "heads", "head_dim", "context", "seqs", "us", "gflop_per_s", "share_of_read")
-TILES = ("w_kib", "x_kib", "prefetch", "step_ns", "gflop_per_s")
+TILES = ("w_kib", "x_kib", "step_ns", "gflop_per_s")
 COLUMNS = {
     "tiles": TILES,
     "gemm": GEMM,

@@ -11,8 +11,8 @@ benchmarks/results: `FILE.json results/limits/hbm_bytes_per_s`, or, after
     <!-- file engine = gpu_engine_h200x2.json results/shapes/llama-8b/figures -->
 
 anywhere above, `engine/...`. A part of a path is a name; in a list it is `name=value,name=value`,
-or the text, or a piece of the text, that one element alone has. The figure must be the value
-rounded to the digits that are shown.
+or the text, or a piece of the text, that one element alone has. `\\/` is a slash in a name or
+text. The figure must be the value rounded to the digits that are shown.
 """
 
 import json
@@ -92,8 +92,8 @@ def _value(key: str, files: dict[str, str]) -> float:
         key = files[alias] + ("/" if " " in files[alias] else " ") + key.removeprefix(f"{alias}/")
     name, _, path = key.partition(" ")
     found: Any = _load(name)
-    for part in path.split("/"):
-        found = _element(found, part)
+    for part in re.split(r"(?<!\\)/", path):
+        found = _element(found, part.replace("\\/", "/"))
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise FigureError(f"not a number: {str(found)[:60]}")
     return float(found)

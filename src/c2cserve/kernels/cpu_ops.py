@@ -20,7 +20,6 @@ from c2cserve.kernels.layer_records import (
     refusal,
     step_record,
 )
-from c2cserve.kernels.many_rows import ManyRows
 from c2cserve.kernels.native import DTYPE_CODES, chosen_isa, load_library
 from c2cserve.kernels.ops import AwaitedMasks, RowSampling, SampledTokens
 from c2cserve.kernels.refusals import misfit, misplaced_sequence, misplaced_token
@@ -332,18 +331,18 @@ class CpuOps(Apart):
 
     # ---- for benchmarks: ways of `linear`, and ceilings -----------------------------------------
 
-    def set_many_rows(self, way: ManyRows) -> None:
-        """Cut products of more than 32 rows in this way from now on; the bits are the same. Only
-        the level `amx` has ways, for weights in bfloat16."""
-        self._lib.c2c_many_rows(self._pool, way.record())
+    def copy_strips(self, *, always: bool) -> None:
+        """Multiply more than 32 rows with copies of weights in bfloat16, also where tiles can read
+        them in place. The bits are the same. Only for `amx`."""
+        self._lib.c2c_copy_strips(self._pool, int(always))
 
-    def tile_steps(self, w_bytes: int, x_bytes: int, prefetch: int, steps: int) -> float:
-        """Multiply tiles that are read round and round from so many bytes of each operand, and
-        announced `prefetch` steps before. Return the number of operations done. Only for `amx`."""
+    def tile_steps(self, w_bytes: int, x_bytes: int, steps: int) -> float:
+        """Multiply tiles that are read round and round from so many bytes of each operand. Return
+        the number of operations done. Only for `amx`."""
         step_bytes = 2048
         if min(w_bytes, x_bytes) < step_bytes or w_bytes % step_bytes or x_bytes % step_bytes:
             raise ValueError(f"tile_steps: {w_bytes} and {x_bytes} are not whole steps")
-        return self._lib.c2c_tile_steps(self._pool, w_bytes, x_bytes, prefetch, steps)
+        return self._lib.c2c_tile_steps(self._pool, w_bytes, x_bytes, steps)
 
     def read(self, data: Tensor) -> None:
         """Read all of a float32 tensor, as fast as these threads can."""

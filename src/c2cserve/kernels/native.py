@@ -87,8 +87,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }  # fmt: skip
 
 _SOME_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "c2c_many_rows": (None, (_P, c_char_p)),
-    "c2c_tile_steps": (c_double, (_P, _L, _L, _L, _L)),
+    "c2c_copy_strips": (None, (_P, _I)),
+    "c2c_tile_steps": (c_double, (_P, _L, _L, _L)),
     "c2c_crc32": (c_uint32, (_P, _L)),
 }
 """Functions that only some libraries have: those that multiply on tiles, those for x86."""

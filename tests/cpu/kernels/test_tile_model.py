@@ -9,11 +9,11 @@ from example_counts import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levels import RUNNABLE, TILE_MODEL, as_seen
+from small_layers import KINDS, WHOLE, Model, OneByOne
 
 from c2cserve.kernels import build, native
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.layer import KvLayout
-from c2cserve.kernels.many_rows import MANY_ROWS, ManyRows
 from c2cserve.kernels.ref import RefOps, block_views
 
 REF = RefOps()
@@ -92,50 +92,94 @@ TILED = [
 ]
 
 
-@pytest.mark.parametrize("isa", TILED)
-def test_many_rows_have_the_same_bits_each_way(isa: str) -> None:
-    """As those of each row alone."""
-    # Strips, panels and chunks that end before they are whole; a tile of x alone; pairs of tiles.
-    shapes = [(33, 7, 32), (48, 60, 1100), (70, 290, 352), (36, 20, 8300), (530, 40, 64)]
-    for m, n, k in [*shapes, (40, 290, 2112), (520, 33, 2090), (40, 64, 2048)]:
-        ops = CpuOps(2, isa=isa)
-        spread = noise(n, k, seed=m + 100).mul(2.0).exp()
-        x, w = noise(m, k, seed=m), (noise(n, k, seed=m + 50) * spread).bfloat16()
-        rows = [0, m // 2, m - 1]
-        want = torch.cat([ops.linear(x[row : row + 1], w) for row in rows]).view(torch.int32)
-        usual = ops.linear(x, w).view(torch.int32)
-        assert torch.equal(usual[rows], want), m
-        for name, way in MANY_ROWS.items():
-            ops.set_many_rows(way)
-            assert torch.equal(ops.linear(x, w).view(torch.int32), usual), (name, m)
+COPIES = (False, True)  # of strips of w: where tiles need them, or always
+
+
+def spread(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x, and weights of very different sizes."""
+    sizes = noise(n, k, seed=m + 100).mul(2.0).exp()
+    return noise(m, k, seed=m), (noise(n, k, seed=m + 50) * sizes).bfloat16()
+
+
+def check_many_rows(isa: str, m: int, n: int, k: int) -> None:
+    ops = CpuOps(2, isa=isa)
+    x, w = spread(m, n, k)
+    rows = [0, m // 2, m - 1]
+    want = torch.cat([ops.linear(x[row : row + 1], w) for row in rows]).view(torch.int32)
+    usual = ops.linear(x, w).view(torch.int32)
+    assert torch.equal(usual[rows], want)
+    ops.copy_strips(always=True)
+    assert torch.equal(ops.linear(x, w).view(torch.int32), usual)
 
 
 @pytest.mark.parametrize("isa", TILED)
-def test_gated_products_have_the_same_bits_each_way(isa: str) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    # Strips and tiles of x that end before they are whole; columns that are copied; chunks.
+    [(33, 7, 32), (48, 60, 1100), (70, 290, 352), (40, 64, 2048), (36, 20, 2112)]
+    + [pytest.param(s, marks=pytest.mark.slow)
+       for s in [(36, 20, 8300), (530, 40, 64), (40, 290, 2112), (520, 33, 2090)]],
+)  # fmt: skip
+def test_many_rows_have_the_bits_of_each_alone(shape: tuple[int, int, int], isa: str) -> None:
+    """Whether w is copied or not."""
+    check_many_rows(isa, *shape)
+
+
+@pytest.mark.parametrize("isa", TILED)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 40, 64), (5, 33, 128), (16, 7, 1100), (20, 50, 96), (17, 16, 31), (33, 7, 32)]
+    + [(70, 150, 352)]
+    + [pytest.param(s, marks=pytest.mark.slow)
+       for s in [(32, 48, 1088), (40, 150, 2112), (520, 17, 2090)]],
+)  # fmt: skip
+def test_gated_products_have_the_bits_of_their_halves(
+    shape: tuple[int, int, int], isa: str
+) -> None:
     """As those of a product whose halves are combined later."""
-    shapes = [(1, 40, 64), (5, 33, 128), (16, 7, 1100), (20, 50, 96), (32, 48, 1088), (17, 16, 31)]
-    for m, n, k in [*shapes, (33, 7, 32), (70, 150, 352), (40, 150, 2112), (520, 17, 2090)]:
-        ops = CpuOps(2, isa=isa)
-        x, w = noise(m, k, seed=m), (noise(2 * n, k, seed=m + 50) / 4).bfloat16()
+    m, n, k = shape
+    ops = CpuOps(2, isa=isa)
+    x, w = noise(m, k, seed=m), (noise(2 * n, k, seed=m + 50) / 4).bfloat16()
+    for copies in COPIES:
+        ops.copy_strips(always=copies)
         for bias in (None, noise(2 * n, seed=k)):
             want = ops.silu_mul(ops.linear(x, w, bias)).view(torch.int32)
-            assert torch.equal(ops.gated(x, w, bias).view(torch.int32), want), m
-        want = ops.silu_mul(ops.linear(x, w)).view(torch.int32)
-        for name, way in MANY_ROWS.items() if m > 32 else ():
-            ops.set_many_rows(way)
-            assert torch.equal(ops.gated(x, w).view(torch.int32), want), (name, m)
+            assert torch.equal(ops.gated(x, w, bias).view(torch.int32), want)
+
+
+@pytest.mark.parametrize("isa", TILED)
+@pytest.mark.parametrize("inner", [16, 28, 48, 96, pytest.param(2100, marks=pytest.mark.slow)])
+def test_what_tiles_write_for_the_next_product_has_the_bits_of_rows(inner: int, isa: str) -> None:
+    """The one expert of a token is its gated product and the one after it."""
+    ops, tokens, hidden = CpuOps(2, isa=isa), 75, 64
+    w13 = (noise(1, 2 * inner, hidden, seed=1) / 4).bfloat16()
+    w2 = (noise(1, hidden, inner, seed=2) / 4).bfloat16()
+    whole = (inner // 32 + 2) * 32
+    wider = torch.ones(1, 2 * whole, hidden).bfloat16(), torch.ones(1, hidden, whole).bfloat16()
+    x = noise(tokens, hidden)
+    x[3, 5], x[4, 6], x[70, 7] = torch.nan, torch.inf, 1e30  # and those beside them are numbers
+    ids, weights = torch.zeros((tokens, 1), dtype=torch.int32), torch.ones((tokens, 1))
+    want = 0.0 + ops.linear(ops.gated(x, w13[0]), w2[0])  # a token's sum begins with zero
+    for copies in COPIES:
+        ops.copy_strips(always=copies)
+        ops.moe_experts(x * torch.nan, ids, weights, *wider)  # fills the memory between them
+        got = ops.moe_experts(x, ids, weights, w13, w2)
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
+@pytest.mark.parametrize("isa", TILED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_many_rows_are_their_operators_one_by_one(kind: str, isa: str) -> None:
+    whole, single = Model.of(CpuOps(3, isa=isa), kind), Model.of(OneByOne(1, isa=isa), kind)
+    got, want = whole.run(WHOLE), single.run(WHOLE)
+    assert sum(map(len, got.values())) > 32
+    assert all(torch.equal(got[s], want[s]) for s in WHOLE)
 
 
 def test_the_ceiling_of_tiles_counts_what_it_does() -> None:
-    assert CpuOps(2, isa=TILE_MODEL).tile_steps(4096, 2048, 1, 3) == 2 * 3 * 4 * 2 * 16 * 16 * 32
+    assert CpuOps(2, isa=TILE_MODEL).tile_steps(4096, 2048, 3) == 2 * 3 * 4 * 2 * 16 * 16 * 32
     with pytest.raises(ValueError, match="not whole steps"):
-        CpuOps(1, isa=TILE_MODEL).tile_steps(4096, 1024, 0, 1)
-
-
-def test_ways_that_are_none_are_refused() -> None:
-    for wrong in ({"depth": 0}, {"group": 9, "panel": 9}, {"group": 3}, {"prefetch_x": -1}):
-        with pytest.raises(ValueError, match="not a way"):
-            ManyRows(**wrong)
+        CpuOps(1, isa=TILE_MODEL).tile_steps(4096, 1024, 1)
 
 
 def step(

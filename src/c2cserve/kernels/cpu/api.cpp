@@ -66,11 +66,10 @@ void c2c_gated(void* pool, float* out, const float* x, const void* w, int dtype,
 }
 
 #if defined(C2C_TILES)
-// How products of more than 32 rows are cut from now on. The bits are the same.
-void c2c_many_rows(void* pool, const ManyRows* way) { pool_of(pool).many_rows = *way; }
+void c2c_copy_strips(void* pool, int always) { pool_of(pool).copies_strips = always != 0; }
 
-double c2c_tile_steps(void* pool, int64_t w_bytes, int64_t x_bytes, int64_t early, int64_t steps) {
-  return tile_steps(pool_of(pool), w_bytes, x_bytes, early, steps);
+double c2c_tile_steps(void* pool, int64_t w_bytes, int64_t x_bytes, int64_t steps) {
+  return tile_steps(pool_of(pool), w_bytes, x_bytes, steps);
 }
 #endif
 

@@ -74,7 +74,7 @@ class LayerRunner {
       attend(l);
       add_rms_norm(pool_, x_, y_, s_.hidden, l.post_norm, s_.eps, s_.tokens, s_.width);
       if (!l.sparse())
-        feed_forward(l);
+        run_dense(l);
       else if (Fault fault = experts(l, where); fault != Fault::none)
         return fault;
     }
@@ -141,12 +141,11 @@ class LayerRunner {
     multiply(l, l.o, a.out, y_);
   }
 
-  void feed_forward(const LayerRecord& l) {
+  void run_dense(const LayerRecord& l) {
     LinearArgs gated = product(l.gate_up, x_, wide_);
     gated.gated = true;
     gated.n = gated.out_stride = l.down.columns;
-    linear(pool_, gated, Dtype(l.dtype));
-    multiply(l, l.down, wide_, y_);
+    feed_forward(pool_, gated, product(l.down, wide_, y_), Dtype(l.dtype));
   }
 
   // Values that are not numbers choose an expert twice.

@@ -349,6 +349,16 @@ inline void linear(ThreadPool& pool, const LinearArgs& a, Dtype dtype) {
   }
 }
 
+// `down` of the rows that `gated` gives. Those need not be written to its `out`.
+inline void feed_forward(ThreadPool& pool, const LinearArgs& gated, const LinearArgs& down,
+                         Dtype dtype) {
+#if defined(C2C_TILES)
+  if (dtype == Dtype::bf16) return feed_forward_tiles(pool, gated, down);
+#endif
+  linear(pool, gated, dtype);
+  linear(pool, down, dtype);
+}
+
 // `linear` without rounding x, on every level: for few outputs that decide much.
 inline void linear_exact(ThreadPool& pool, const LinearArgs& a, Dtype dtype) {
 #if defined(C2C_ROUNDS)

@@ -16,6 +16,9 @@ struct LinearArgs {
   int64_t m, n, k;
   // w and its bias have 2 n rows, gates before ups: out = silu(gate) * up.
   bool gated = false;
+  // On tiles: x and out in bf16 as tiles of x are loaded, instead of rows.
+  const bf16* tiled_x = nullptr;
+  bf16* tiled_out = nullptr;
 };
 
 // The element for row `n` of w.

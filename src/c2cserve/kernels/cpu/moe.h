@@ -92,8 +92,8 @@ inline void run_expert(ThreadPool& pool, const MoeArgs& a, int64_t expert,
   pool.rows(m, h, [&](int64_t i) {
     std::copy_n(a.x + picks[size_t(i)] / a.k * h, h, x + i * h);
   });
-  linear(pool, {act, n, x, h, w13, h, nullptr, Dtype::f32, m, n, h, true}, a.dtype);
-  linear(pool, {y, h, act, n, w2, n, nullptr, Dtype::f32, m, h, n}, a.dtype);
+  feed_forward(pool, {act, n, x, h, w13, h, nullptr, Dtype::f32, m, n, h, true},
+               {y, h, act, n, w2, n, nullptr, Dtype::f32, m, h, n}, a.dtype);
   pool.rows(m, h, [&](int64_t i) {
     const int64_t pick = picks[size_t(i)];
     add_scaled(a.out + pick / a.k * h, y + i * h, a.weights[pick], h);

@@ -10,8 +10,6 @@
 #include <thread>
 #include <vector>
 
-#include "tiles/ways.h"
-
 namespace c2c {
 
 // Memory that is kept from call to call, unless it is so much that only a long prompt needs it. It
@@ -48,12 +46,14 @@ class ThreadPool {
 
   int size() const { return int(helpers_.size()) + 1; }
 
-  // Room for `n` floats; what it held before is lost. `scratch` is `linear`'s, `workspace` holds
-  // the activations of a layer.
+  // Room for `n` floats; what it held before is lost. `scratch` is `linear`'s, `between` that of two
+  // products, and `workspace` holds the activations of a layer.
   float* scratch(int64_t n) { return scratch_.room(n); }
+  float* between(int64_t n) { return between_.room(n); }
   float* workspace(int64_t n) { return workspace_.room(n); }
 
-  ManyRows many_rows;  // how products of many rows are cut on tiles
+  // For benchmarks: tiles read copies of w also where they need none. The bits are the same.
+  bool copies_strips = false;
 
   static constexpr int kPartsMax = 1024;
 
@@ -93,7 +93,7 @@ class ThreadPool {
   void leave_helpers_cpu() const;
   void work();
 
-  Scratch scratch_, workspace_;
+  Scratch scratch_, between_, workspace_;
   std::vector<std::thread> helpers_;
   std::vector<int> cpus_;  // the caller's own, then those that helpers are pinned to
   std::mutex mutex_;

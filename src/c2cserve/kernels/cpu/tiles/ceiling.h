@@ -1,15 +1,14 @@
 // How fast tiles multiply operands that come from one cache or another: what `linear` can reach.
 #pragma once
-#include "many_rows.h"
+#include "strips.h"
 
 #if defined(C2C_TILES)
 namespace c2c {
 
 // Every thread does `steps` steps of four products. Their operands are read round and round from
-// `w_bytes` and `x_bytes` of memory, whole steps of 2 KiB each, and announced `early` steps before
-// they are read, if that is not 0. Returns how many floating-point operations that was.
-inline double tile_steps(ThreadPool& pool, int64_t w_bytes, int64_t x_bytes, int64_t early,
-                         int64_t steps) {
+// `w_bytes` and `x_bytes` of memory, whole steps of 2 KiB each. Returns how many floating-point
+// operations that was.
+inline double tile_steps(ThreadPool& pool, int64_t w_bytes, int64_t x_bytes, int64_t steps) {
   using namespace tile_linear;
   constexpr int64_t kStep = 2 * tiles::kBytes;
   pool.run(pool.size(), [&](int, int) {
@@ -25,10 +24,6 @@ inline double tile_steps(ThreadPool& pool, int64_t w_bytes, int64_t x_bytes, int
     for (int64_t i = 0; i < steps; ++i) {
       const auto* first = reinterpret_cast<const bf16*>(x + x_at);
       const bf16* at[2] = {first, first + tiles::kBytes / 2};
-      if (early > 0) {
-        near_lines(w + (w_at + early * kStep) % w_bytes, 2 * kTile);
-        near_lines(x + (x_at + early * kStep) % x_bytes, 2 * kTile);
-      }
       Chain<2, 2>::step(w + w_at, source, at, tiles::kLine);
       w_at = w_at + kStep < w_bytes ? w_at + kStep : 0;
       x_at = x_at + kStep < x_bytes ? x_at + kStep : 0;

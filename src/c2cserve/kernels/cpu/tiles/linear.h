@@ -7,8 +7,7 @@
 // decides which outputs are computed together, and sums that are parked keep their bits.
 //
 //   up to 32 rows   w is read in place (few_rows.h): the speed of memory
-//   more            strips of w meet all rows of a block, from copies (many_rows.h): rows of w are
-//                   often a power of two apart, where few lines of a cache serve them
+//   more            strips of w meet all rows of a block (many_rows.h), in place or from copies
 #pragma once
 #include "few_rows.h"
 #include "many_rows.h"
@@ -39,7 +38,8 @@ inline void pack_tile(const LinearArgs& a, int64_t m, int64_t rows, int64_t k, i
 }
 
 inline TiledX pack(ThreadPool& pool, const LinearArgs& a) {
-  TiledX x{nullptr, (a.k + kStepColumns - 1) / kStepColumns, std::min<int64_t>(a.m, kTile)};
+  TiledX x = TiledX::of(a.m, a.k);
+  if ((x.data = a.tiled_x)) return x;
   const int64_t count = (a.m + kTile - 1) / kTile * x.steps;
   auto* data = reinterpret_cast<bf16*>(pool.scratch(count * x.step_size() / 2));
   x.data = data;
@@ -55,7 +55,7 @@ inline TiledX pack(ThreadPool& pool, const LinearArgs& a) {
 
 // Rows of x that meet a strip before it is dropped: pairs of tiles.
 inline int64_t block_rows(const TiledX& x) {
-  if (x.steps > kWholeSteps) return kLongRows;
+  if (x.steps > kChunkSteps) return kLongRows;
   return kWholeBytes / (2 * x.steps * tiles::kBytes) * 2 * kTile;
 }
 
@@ -75,28 +75,28 @@ inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int threads) {
 }
 
 // Outputs [n0, n1) of rows [m0, m1).
-inline void outputs(const LinearArgs& a, const TiledX& x, const ManyRows& way, int64_t m0,
-                    int64_t m1, int64_t n0, int64_t n1) {
+inline void outputs(const LinearArgs& a, const TiledX& x, bool in_place, int64_t m0, int64_t m1,
+                    int64_t n0, int64_t n1) {
   const tiles::Session session(int(x.columns));
   Buffers& buffers = Buffers::of_thread();
-  if (a.m <= 2 * kTile && a.k % kStepColumns == 0) n0 = tiles_in_place(a, x, n0, n1, buffers);
-  if (n0 < n1) RowsBlock(a, x, way, m0, m1, buffers).outputs(n0, n1);
+  if (a.m <= kFewRows && a.k % kStepColumns == 0) n0 = tiles_in_place(a, x, n0, n1, buffers);
+  if (n0 < n1) RowsBlock(a, x, in_place, m0, m1, buffers).outputs(n0, n1);
 }
 
 inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
   const TiledX x = pack(pool, a);
-  const ManyRows way = pool.many_rows;
+  const bool in_place = !pool.copies_strips && rows_in_place(a);
   const int64_t rows_most = block_rows(x), threads = pool.size();
   const int64_t tile_rows = (a.m + kTile - 1) / kTile;
   const int64_t work = tile_rows * a.n * a.k * (a.gated ? 2 : 1);
   if (threads == 1 || work < 100'000) {
     for (int64_t m = 0; m < a.m; m += rows_most)
-      outputs(a, x, way, m, std::min(m + rows_most, a.m), 0, a.n);
+      outputs(a, x, in_place, m, std::min(m + rows_most, a.m), 0, a.n);
     return;
   }
   const int64_t blocks = row_blocks(a, rows_most, int(threads)), pairs = (tile_rows + 1) / 2;
-  const int64_t unit = a.m <= 2 * kTile ? kTile : strip_outputs(a), units = (a.n + unit - 1) / unit;
-  const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, way.ranges);
+  const int64_t unit = a.m <= kFewRows ? kTile : strip_outputs(a), units = (a.n + unit - 1) / unit;
+  const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
   const int64_t ranges = std::min<int64_t>(units, (threads * fine + blocks - 1) / blocks);
   pool.each(blocks * ranges, [&](int64_t i) {
     const int64_t block = i / ranges, range = i % ranges;
@@ -104,13 +104,26 @@ inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
     const int64_t m1 = std::min(pairs * (block + 1) / blocks * 2 * kTile, a.m);
     const int64_t n0 = units * range / ranges * unit;
     const int64_t n1 = std::min(units * (range + 1) / ranges * unit, a.n);
-    if (m0 < m1 && n0 < n1) outputs(a, x, way, m0, m1, n0, n1);
+    if (m0 < m1 && n0 < n1) outputs(a, x, in_place, m0, m1, n0, n1);
   });
 }
 
 }  // namespace tile_linear
 
 inline void linear_tiles(ThreadPool& pool, const LinearArgs& a) { tile_linear::by_tiles(pool, a); }
+
+// `down` of what `gated` gives: with many rows, that is written as tiles of x.
+inline void feed_forward_tiles(ThreadPool& pool, LinearArgs gated, LinearArgs down) {
+  using namespace tile_linear;
+  if (gated.m > kFewRows) {
+    const TiledX act = TiledX::of(gated.m, gated.n);
+    const int64_t count = (gated.m + kTile - 1) / kTile * act.steps * act.step_size();
+    gated.tiled_out = reinterpret_cast<bf16*>(pool.between(count / 2));
+    down.tiled_x = gated.tiled_out;
+  }
+  by_tiles(pool, gated);
+  by_tiles(pool, down);
+}
 
 }  // namespace c2c
 #endif

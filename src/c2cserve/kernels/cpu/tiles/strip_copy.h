@@ -31,21 +31,19 @@ class StripCopy {
     }
   }
 
-  // `count` lines, or those that are left. Returns how many there were.
-  int64_t copy(int64_t count) {
-    int64_t done = 0;
-    while (done < count && rows_ > 0) {
-      const int64_t run = std::min(count - done, lines_ - line_);
+  // `count` lines, or those that are left.
+  void copy(int64_t count) {
+    while (count > 0 && rows_ > 0) {
+      const int64_t run = std::min(count, lines_ - line_);
       const uint8_t* from = at_ + line_ * tiles::kLine;
       if (out_)
         copy_lines(out_ + line_ * hop_, from, run);
       else
         for (int64_t l = 0; l < run; ++l) prefetch_early(from + l * tiles::kLine);
-      done += run;
+      count -= run;
       line_ += run;
       if (line_ == lines_) next_row();
     }
-    return done;
   }
   int64_t left() const { return rows_ * lines_ - line_; }
 
@@ -74,25 +72,6 @@ class StripCopy {
   int64_t hop_ = 0, row_bytes_ = 0, tile_bytes_ = 0, tile_rows_ = 0;
   int64_t rows_ = 0, lines_ = 0, line_ = 0, row_ = 0;
   const uint8_t *at_ = nullptr, *tile_at_ = nullptr;  // a row, and its tile's first
-};
-
-// The copies of a group of strips, one after the other.
-struct GroupCopy {
-  static constexpr int kStrips = 8;  // at most
-  StripCopy strips[kStrips];
-  int count = 0, now = 0;
-
-  void copy(int64_t lines) {
-    while (lines > 0 && now < count) {
-      lines -= strips[now].copy(lines);
-      if (strips[now].left() == 0) ++now;
-    }
-  }
-  int64_t left() const {
-    int64_t sum = 0;
-    for (int i = now; i < count; ++i) sum += strips[i].left();
-    return sum;
-  }
 };
 
 }  // namespace c2c::tile_linear

@@ -1,4 +1,4 @@
-// What all ways of `linear` on tiles share: x as tiles read it, the chains of sums, the strips of
+// What all of `linear` on tiles shares: x as tiles read it, the chains of sums, the strips of
 // outputs, and how reads of w are announced.
 #pragma once
 #include <algorithm>
@@ -20,6 +20,7 @@ namespace tile_linear {
 constexpr int kTile = 16;
 constexpr int kStepColumns = tiles::kColumns;
 constexpr int kStripTiles = 2;  // of 16 outputs, at most
+constexpr int64_t kFewRows = 2 * kTile;  // of x at most, where w is read at the speed of memory
 
 // x in the order in which tiles are loaded: [16 rows][step][pair][row][2], zeros at the ends.
 struct TiledX {
@@ -27,6 +28,10 @@ struct TiledX {
   int64_t steps;    // of 32 columns
   int64_t columns;  // rows of x in a tile: fewer than 16 if there are no more
 
+  // That of [m, k], without its data.
+  static TiledX of(int64_t m, int64_t k) {
+    return {nullptr, (k + kStepColumns - 1) / kStepColumns, std::min<int64_t>(m, kTile)};
+  }
   int64_t step_size() const { return kStepColumns * columns; }
   const bf16* tile(int64_t t) const { return data + t * steps * step_size(); }
 };
@@ -170,6 +175,49 @@ inline void write_gated(const LinearArgs& a, const Strip& strip, const float* ga
   write_rows(a, gate, strip.n, strip.count, m, rows);
 }
 
+// 16 values of each, rounded, in pairs.
+inline void pair_rows(bf16* out, const float* first, const float* second) {
+#if defined(__AVX512BF16__)
+  alignas(64) static constexpr uint16_t kPairs[2 * kTile] = {
+      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512bh rows = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(second), _mm512_loadu_ps(first));
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(kPairs), (__m512i)rows));
+#else
+  for (int i = 0; i < kTile; ++i) {
+    from_float(out[2 * i], first[i]);
+    from_float(out[2 * i + 1], second[i]);
+  }
+#endif
+}
+
+// out = sums + bias, for `count` outputs of 16 rows of x.
+inline void add_biases(float* out, const float* sums, const float* bias, int64_t count) {
+  for (int64_t i = 0; i < count * kTile; i += kLanes)
+    store(out + i, add(load(sums + i), splat(bias[i / kTile])));
+}
+
+// As `write_gated`, in the order in which tiles of x are loaded. Outputs are the columns there, in
+// pairs, so sums are not turned. Zeros follow the last one.
+inline void write_tiled(const LinearArgs& a, const Strip& strip, const float* gates,
+                        const float* ups, int64_t m) {
+  alignas(64) float act[kTile * kTile], biased[kTile * kTile];
+  if (strip.biased) {
+    add_biases(act, gates, strip.bias, strip.count);
+    add_biases(biased, ups, strip.bias + kTile, strip.count);
+    gates = act, ups = biased;
+  }
+  silu_mul_row(act, gates, ups, strip.count * kTile);
+  std::fill(act + strip.count * kTile, act + kTile * kTile, 0.0f);
+  const TiledX x = TiledX::of(a.m, a.n);
+  const int64_t half = strip.n % kStepColumns * kTile, whole = kStepColumns * kTile;
+  bf16* out = a.tiled_out + (m / kTile * x.steps + strip.n / kStepColumns) * whole + half;
+  for (int j = 0; j < kTile; j += 2)
+    pair_rows(out + j * kTile, act + j * kTile, act + (j + 1) * kTile);
+  if (half == 0 && strip.n + kTile >= a.n)
+    std::memset(out + whole / 2, 0, size_t(whole / 2) * sizeof(bf16));
+}
+
 // The sums of a strip and of `columns` tiles of x, which are written piece by piece.
 inline int pieces_of(const Strip& strip, int columns) {
   return strip.gated ? columns : strip.tiles * columns;
@@ -178,7 +226,9 @@ inline void write_piece(const LinearArgs& a, const Strip& strip, const float* su
                         int piece, int64_t m) {
   const int64_t row = m + piece % columns * kTile, rows = std::min<int64_t>(kTile, a.m - row);
   const float* tile = sums + piece * kTile * kTile;
-  if (strip.gated)
+  if (a.tiled_out)
+    write_tiled(a, strip, tile, tile + columns * kTile * kTile, row);
+  else if (strip.gated)
     write_gated(a, strip, tile, tile + columns * kTile * kTile, row, rows);
   else
     write_tile(a, strip, piece / columns, tile, row, rows);
