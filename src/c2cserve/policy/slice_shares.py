@@ -82,25 +82,28 @@ class SliceShares:
         """Return the number of its requests of tenants that are not greedy."""
         return sum(not self.is_greedy(seq) for seq in model.seqs.values())
 
-    def apportion(
+    def lines(
         self, model: ActiveModel, line: Line, models: Mapping[str, ActiveModel]
-    ) -> tuple[Line, float | None]:
+    ) -> Sequence[tuple[Line, float | None]]:
         """Return the requests of the model's next step. Those of greedy tenants are last, and only
-        as many as may decode in it. Return also how long the step may take if it holds a greedy
-        prompt (None: as long as any)."""
+        as many as may decode in it. If none of these can run, another greedy one may, alone: they
+        may wait for memory that it holds, or behind it. So the others follow, one by one. Return
+        also how long the step may take if it holds a greedy prompt (None: as long as any)."""
         if not self.greedy:
-            return line, None
+            return ((line, None),)
         decodes, spared = self._split(line[0])
         prompts, greedy_prompts = self._split(line[1])
         limit_s = self._limit_s(model, len(decodes) + len(prompts), models.values())
         if limit_s is None:
-            return (decodes + spared[:1], prompts + greedy_prompts[:1]), 0.0
+            first = decodes + spared[:1], prompts + greedy_prompts[:1]
+            return _one_by_one(first, spared[1:], greedy_prompts[1:], 0.0)
         room = 1
         while room < len(spared):
             if model.time.decode_step_s(len(decodes) + room + 1) > limit_s:
                 break
             room += 1
-        return (decodes + spared[:room], prompts + greedy_prompts), limit_s
+        first = decodes + spared[:room], prompts + greedy_prompts
+        return _one_by_one(first, spared[room:], (), limit_s)
 
     def _split(self, seqs: Iterable[Seq]) -> tuple[list[Seq], list[Seq]]:
         sides: tuple[list[Seq], list[Seq]] = ([], [])
@@ -124,6 +127,13 @@ class SliceShares:
                     return None
                 limits.append(limit_s)
         return min(limits) if limits else _times(model, 1, _ABSENT)
+
+
+def _one_by_one(
+    first: Line, decodes: Iterable[Seq], prompts: Iterable[Seq], limit_s: float
+) -> list[tuple[Line, float | None]]:
+    lines = [first, *(([seq], []) for seq in decodes), *(([], [seq]) for seq in prompts)]
+    return [(line, limit_s) for line in lines]
 
 
 def _times(model: ActiveModel, batch: int, factor: float) -> float | None:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from example_counts import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from slice_cases import request, small_slice, spec, world_of
+from slice_cases import SLOS, request, small_slice, spec, world_of
 from slice_cases import requests as drawn_requests
 from slice_world import SliceTestWorld
 
@@ -49,12 +49,29 @@ def test_a_flood_slows_another_tenant_at_most_by_half_of_the_slice(model: str) -
     assert beside[2] <= 1.7 * alone[2] + 0.07, "and the step that was under way"
 
 
+def one(model: str, prompt: int, new: int, at: float = 0.0, slo: int = 0) -> tuple:
+    """A request as `requests` of `slice_cases` has it."""
+    return (model, prompt, new, at, 0, 0, 60, None, SLOS[slo], False)
+
+
 @settings(max_examples=examples(100), deadline=None)
-@given(drawn_requests, st.integers(0, 100), st.integers(2, 24), st.lists(st.sampled_from("AAAB")))
+@given(
+    drawn_requests, st.integers(0, 100), st.integers(2, 24), st.lists(st.sampled_from("AAAB")),
+    st.integers(0, 40),
+)  # fmt: skip
+@example(  # a greedy prompt waits behind a late one, which is first in the line for memory
+    [one("b", 129, 1, 0.5), one("a", 1, 1), one("a", 1, 1, 1.0), one("a", 1, 1, 0.5),
+     one("c", 1, 9)], 0, 3, list("AAAA"), 0,
+)  # fmt: skip
+@example(  # a greedy decode waits for memory that one behind it holds, and cannot be paused
+    [one("c", 25, 29, slo=1), one("b", 75, 36, slo=2), one("a", 1, 1, slo=2), one("b", 1, 24),
+     one("b", 1, 32, slo=1)], 94, 3, list("AAABAAAA"), 11,
+)  # fmt: skip
 def test_tenants_change_nothing_about_every_request_ending_once(
-    drawn: list, seed: int, slabs: int, tenants: list[str]
+    drawn: list, seed: int, slabs: int, tenants: list[str], host_blocks: int
 ) -> None:
-    world = world_of(drawn, seed, slabs, 1, 0.0, 0.0)
+    link = 1e6 if host_blocks else 0.0
+    world = world_of(drawn, seed, slabs, 1, 0.0, 0.0, host_blocks=host_blocks, link=link)
     for (when, order, event), tenant in zip(list(world._heap), tenants, strict=False):
         if isinstance(event, Submitted):
             place = world._heap.index((when, order, event))

@@ -349,12 +349,14 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
 
     def _launch(self, model: ActiveModel, lane: Lane, now: float) -> bool:
         """Start the model's next step. Return False if nothing of it can run now."""
-        line, limit_s = self._shares.apportion(model, model.line_up(now), self._models)
-        if self._in_flight.of(model) and self._lacks_room(model, line[0]):
-            return False
-        for decodes, prefills in groups(model, line):
-            if self._launch_group(model, lane, decodes, prefills, now, limit_s):
-                return True
+        before = len(self._actions)
+        for line, limit_s in self._shares.lines(model, model.line_up(now), self._models):
+            short = self._in_flight.of(model) and self._lacks_room(model, line[0])
+            if short or len(self._actions) > before:
+                return False
+            for decodes, prefills in groups(model, line):
+                if self._launch_group(model, lane, decodes, prefills, now, limit_s):
+                    return True
         return False
 
     def _launch_group(
@@ -384,10 +386,9 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
                 if left <= 0:
                     break
             if not seq.paused and (seq.started or self._admit(seq)):
-                tokens = min(left, seq.expected - seq.issued)
                 seqs.append(seq)
-                parts.append(seq.issue(tokens))
-                left -= tokens
+                parts.append(seq.issue(min(left, seq.expected - seq.issued)))
+                left -= parts[-1].tokens
         if not parts:
             return False
         step = Step(self._step_ids.take(), model.name, tuple(parts), self.arena.end_bytes, lane)
