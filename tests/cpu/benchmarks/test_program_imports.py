@@ -75,7 +75,7 @@ def test_what_is_not_there_is_found(source: str, says: str, tmp_path: Path) -> N
         "from c2cserve.core.machine import Slice as Part",
         "import cuda.bindings.driver",
         "from c2cserve.cli.commands import COMMANDS",
-        "from report import commit\nimport report",
+        "from report import report\nimport report",
     ],
 )
 def test_what_is_there_is_no_problem(source: str, tmp_path: Path) -> None:
