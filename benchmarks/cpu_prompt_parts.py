@@ -30,6 +30,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from gpu_models import config_of
 from report import report
 from torch import Tensor
 
@@ -45,8 +46,7 @@ from c2cserve.kernels.layer import (
 )
 from c2cserve.kernels.native import chosen_isa
 
-# hidden, inner, heads, heads of k and v, head size, layers: Qwen2.5-0.5B and -1.5B.
-MODELS = {"0.5B": (896, 4864, 14, 2, 64, 24), "1.5B": (1536, 8960, 12, 2, 128, 28)}
+MODELS = {"0.5B": "qwen2.5-0.5b", "1.5B": "qwen2.5-1.5b"}
 LAYERS = 4
 """That are timed: their weights exceed a core's caches."""
 
@@ -59,8 +59,10 @@ class Prompt:
     """Layers of a model, and the rows of one prompt."""
 
     def __init__(self, ops: CpuOps, model: str, tokens: int) -> None:
-        hidden, inner, heads, kv_heads, size, layers = MODELS[model]
-        self.ops, self.layer_count = ops, layers
+        config = config_of(MODELS[model])
+        hidden, inner, heads = config.hidden, config.intermediate, config.heads
+        kv_heads, size = config.kv_heads, config.head_dim
+        self.ops, self.layer_count = ops, config.layers
         kv = KvLayout(LAYERS, kv_heads, size, "bfloat16")
         shape = LayerShape(kv, hidden, heads, 1e-6, size**-0.5)
         wide = (heads + 2 * kv_heads) * size

@@ -60,10 +60,6 @@ inline uint32_t above(vec a, vec b) {
 }
 
 #if defined(__AVX512F__)
-alignas(64) inline constexpr uint16_t kInterleaved[32] = {
-    0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-
 // [a0 b0 a1 b1 ...] of two rows of 16; a row that is null counts as zeros.
 inline __m512i interleaved(const bf16* a, const bf16* b, __mmask16 lanes) {
   const __m256i low = _mm256_maskz_loadu_epi16(a ? lanes : 0, a);

@@ -23,6 +23,32 @@ inline void round_pair(bf16* out, vec low, vec high) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// The order of two rows of 16 bf16 values, as one row of pairs.
+alignas(64) inline constexpr uint16_t kInterleaved[32] = {
+    0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+#endif
+
+// out[2 l], out[2 l + 1] = a[l], b[l] in bf16, for 16 values of each. `out` is aligned to a line.
+inline void store_pairs(bf16* out, const vec* a, const vec* b) {
+#if defined(__AVX512BF16__)
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b->v, a->v);
+  _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved), both));
+#else
+  constexpr int kValues = 16;
+  bf16 low[kValues], high[kValues];
+  for (int p = 0; p < kValues / kLanes; ++p) {
+    store(low + p * kLanes, a[p]);
+    store(high + p * kLanes, b[p]);
+  }
+  for (int l = 0; l < kValues; ++l) {
+    out[2 * l] = low[l];
+    out[2 * l + 1] = high[l];
+  }
+#endif
+}
+
 #if defined(__AVX512BF16__) || defined(C2C_TILE_MODEL)
 #define C2C_ROUNDS 1
 // Weights in bf16 that meet x as it is, in float32, where bf16 units would round it.

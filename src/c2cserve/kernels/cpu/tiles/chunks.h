@@ -26,7 +26,7 @@ class Units {
   // Scores of blocks that are not there are of no use, and are not looked at.
   void score(const Chunk& chunk, Rows& rows) const {
     const int64_t steps = (chunk.dim + kWidth - 1) / kWidth, block = steps * kTile;
-    clear();
+    tiles::zero_sums();
     for (int64_t s = 0; s < steps; ++s) {
       tiles::load<4>(rows.q + s * kWidth, rows.width * int64_t(sizeof(bf16)));
       multiply(k_ + s * kTile, block);
@@ -72,13 +72,6 @@ class Units {
   static constexpr int kTile = 16 * kWidth;   // bf16 values
   static constexpr int kTogether = 4;         // tiles of sums
   static constexpr int kSteps = kKeys / kWidth;
-
-  static void clear() {
-    tiles::zero<0>();
-    tiles::zero<1>();
-    tiles::zero<2>();
-    tiles::zero<3>();
-  }
 
   // The tile of A with four tiles of B, `apart` from each other.
   static void multiply(const bf16* b, int64_t apart) {

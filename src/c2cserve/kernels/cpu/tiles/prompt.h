@@ -215,7 +215,7 @@ class Prompt {
   // Two blocks of keys meet 32 dimensions of 32 rows.
   void score_step(int64_t chunk, int64_t index) {
     const int64_t half = index / steps_, s = index % steps_;
-    if (s == 0) clear();
+    if (s == 0) tiles::zero_sums();
     const int64_t at = chunk - first_chunk_;
     multiply(split_.keys(at, 2 * half, s), split_.keys(at, 2 * half + 1, s), q_ + s * kTile,
              q_ + (steps_ + s) * kTile);
@@ -245,7 +245,7 @@ class Prompt {
     float *low = sums_ + line * kSquare, *high = sums_ + state() + line * kSquare;
     const int64_t at = chunk - first_chunk_;
     const bool one = line == lines_;
-    if (half == 0 && fresh_) clear();
+    if (half == 0 && fresh_) tiles::zero_sums();
     if (half == 0 && !fresh_) {
       const auto load = [](auto t, float* c) {
         tiles::load<decltype(t)::value>(c, tiles::kLine);
@@ -277,13 +277,6 @@ class Prompt {
     for_pair(low, high, body);
     body(std::integral_constant<int, 2>(), low + kSquare);
     body(std::integral_constant<int, 3>(), high + kSquare);
-  }
-
-  static void clear() {
-    tiles::zero<0>();
-    tiles::zero<1>();
-    tiles::zero<2>();
-    tiles::zero<3>();
   }
 
   static void multiply(const bf16* line, const bf16* low, const bf16* high) {

@@ -32,24 +32,6 @@ inline void turn_lines(bf16* out, const bf16* const (&lines)[kWidth], int lanes)
 #endif
 }
 
-// out[2 l], out[2 l + 1] = a[l], b[l] in bf16, for 16 rows.
-inline void store_pairs(bf16* out, const vec* a, const vec* b) {
-#if defined(__AVX512BF16__)
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b->v, a->v);
-  _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved), both));
-#else
-  bf16 low[kRows], high[kRows];
-  for (int p = 0; p < kRows / kLanes; ++p) {
-    store(low + p * kLanes, a[p]);
-    store(high + p * kLanes, b[p]);
-  }
-  for (int l = 0; l < kRows; ++l) {
-    out[2 * l] = low[l];
-    out[2 * l + 1] = high[l];
-  }
-#endif
-}
-
 class SplitLayout {
  public:
   void begin(int64_t dim) {

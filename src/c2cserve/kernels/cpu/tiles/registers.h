@@ -75,6 +75,14 @@ inline void multiply() {
 }
 #endif
 
+// The tiles that hold sums.
+inline void zero_sums() {
+  zero<0>();
+  zero<1>();
+  zero<2>();
+  zero<3>();
+}
+
 // The calling thread's tiles, all of full size except that C (0 to 3) and B (6 and 7) may have
 // fewer than 16 columns. The system saves tiles at every switch: they are given back.
 class Session {

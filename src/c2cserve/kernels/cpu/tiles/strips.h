@@ -177,18 +177,12 @@ inline void write_gated(const LinearArgs& a, const Strip& strip, const float* ga
 
 // 16 values of each, rounded, in pairs.
 inline void pair_rows(bf16* out, const float* first, const float* second) {
-#if defined(__AVX512BF16__)
-  alignas(64) static constexpr uint16_t kPairs[2 * kTile] = {
-      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512bh rows = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(second), _mm512_loadu_ps(first));
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(kPairs), (__m512i)rows));
-#else
-  for (int i = 0; i < kTile; ++i) {
-    from_float(out[2 * i], first[i]);
-    from_float(out[2 * i + 1], second[i]);
+  vec low[kTile / kLanes], high[kTile / kLanes];
+  for (int p = 0; p < kTile / kLanes; ++p) {
+    low[p] = load(first + p * kLanes);
+    high[p] = load(second + p * kLanes);
   }
-#endif
+  store_pairs(out, low, high);
 }
 
 // out = sums + bias, for `count` outputs of 16 rows of x.
