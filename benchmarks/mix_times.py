@@ -332,10 +332,10 @@ def _between_s(model: str, prompt: int, batch: int, send: Send) -> float | None:
     records = send([Shape(model, prompt, _DECODED)] * batch, batch)
     if not all(record.ok for record in records):
         return None
-    return median(_late_tpot_s(one) for one in records)
+    return median(late_tpot_s(one) for one in records)
 
 
-def _late_tpot_s(record: Record) -> float:
+def late_tpot_s(record: Record) -> float:
     """Tokens that arrive in one piece are evenly among the pieces. Raises ValueError."""
     late = record.gaps_s[len(record.gaps_s) // 2 :]
     if not late:

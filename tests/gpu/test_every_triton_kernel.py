@@ -22,7 +22,7 @@ from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
 from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
-from c2cserve.kernels.gpu.small_copies import copy_small
+from c2cserve.kernels.gpu.small_copies import copy_small, copy_small_out
 from c2cserve.kernels.layer import TokenRows
 from c2cserve.kernels.ops import RowSampling
 from c2cserve.kernels.ref import RefOps
@@ -133,6 +133,11 @@ def small_copies() -> None:
         copy_small(pinned, out[:count])
         assert torch.equal(out[:count].cpu(), given)
         assert out[count:].tolist() == [-1] * 4
+        back = torch.zeros_like(pinned).pin_memory() if DEVICE.type == "cuda" else pinned.clone()
+        copy_small_out(out[:count], back)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        assert torch.equal(back, given)
 
 
 CASES: dict[Callable[[], None], set[str]] = {

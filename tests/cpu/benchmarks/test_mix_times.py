@@ -147,9 +147,9 @@ def test_prompts_without_a_whole_stream_have_no_times() -> None:
 
 def test_tokens_in_few_pieces_are_spread_evenly() -> None:
     record = Record(0, "m", 0.0, output_tokens=31, gaps_s=[9.0] * 5 + [0.03] * 5)
-    assert mix_times._late_tpot_s(record) == pytest.approx(0.01)
+    assert mix_times.late_tpot_s(record) == pytest.approx(0.01)
     with pytest.raises(ValueError, match="in one piece"):
-        mix_times._late_tpot_s(Record(0, "m", 0.0, output_tokens=8))
+        mix_times.late_tpot_s(Record(0, "m", 0.0, output_tokens=8))
 
 
 COUNTERS = {

@@ -38,7 +38,7 @@ from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy
 from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.aot.warm import Sizes, warm
-from c2cserve.kernels.gpu.small_copies import copy_small
+from c2cserve.kernels.gpu.small_copies import copy_small, copy_small_out
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
 dim, cpu, dtype = int(sys.argv[1]), torch.device("cpu"), torch.bfloat16
 warm(Sizes(hidden=4096, inner=12288, heads=32, kv_heads=8, head_dim=dim, vocab=151936,
@@ -59,6 +59,7 @@ for tokens in (1, 2, 5, 16, 4096):
     elementwise.silu_mul(zeros(tokens, 1536))
     elementwise.chained(zeros(tokens, dtype=torch.int32), zeros(3, dtype=torch.int32))
     copy_small(zeros(tokens, dtype=torch.int32), zeros(tokens, dtype=torch.int32))
+    copy_small_out(zeros(tokens, dtype=torch.int32), zeros(tokens, dtype=torch.int32))
     elementwise.embed(zeros(7, 3072), zeros(tokens, dtype=torch.int32), cpu)
     places = zeros(tokens, 8, dtype=torch.int64)
     elementwise.combine(x, places, zeros(tokens, 8, dtype=torch.float32), tokens)
@@ -111,4 +112,4 @@ def test_every_kernel_compiles_for_hopper_when_warmed_and_never_again(dim: int) 
         env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 17
+    assert len(done.stdout.split()) == 18

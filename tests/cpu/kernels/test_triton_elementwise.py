@@ -7,7 +7,7 @@ from triton_case import DTYPES, close, noise
 
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.gemm import experts
-from c2cserve.kernels.gpu.small_copies import copy_small
+from c2cserve.kernels.gpu.small_copies import copy_small, copy_small_out
 from c2cserve.kernels.ref import RefOps
 
 REF = RefOps()
@@ -75,6 +75,12 @@ def test_small_copies(count: int) -> None:
     copy_small(given.pin_memory() if DEVICE.type == "cuda" else given, out[:count])
     assert torch.equal(out[:count].cpu(), given)
     assert out[count:].tolist() == [-1] * 3
+    back = torch.full((count + 3,), -1, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")
+    copy_small_out(out[:count], back[:count])
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(back[:count], given)
+    assert back[count:].tolist() == [-1] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,9 +4,11 @@
     other rows    sampled by the CPU's sampler     all of their logits to pinned memory
 
 The next step may read the ids of plain rows on the GPU. The CPU's sampler knows every parameter.
-Both use the same random stream, a function of (seed, position). Only `collect` waits.
+Both use the same random stream, a function of (seed, position). Only `collect` waits. What comes to
+the host is written by a kernel if it is small: a copy engine may have KV queued that goes out.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
 from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
-from c2cserve.kernels.gpu.small_copies import copy_small
+from c2cserve.kernels.gpu.small_copies import copy_small, copy_small_out
 from c2cserve.kernels.ops import AwaitedMasks, RowSampling, Sample, SampledTokens
 
 HostSampler = Callable[[Tensor, Sequence[RowSampling]], Sample]
@@ -37,6 +39,8 @@ def is_plain(row: RowSampling) -> bool:
 
 
 _GREEDY = RowSampling(seed=0, position=0, temperature=0.0)
+_WORD = 4
+"""Bytes of what kernels copy."""
 
 
 class GpuSample:
@@ -52,7 +56,6 @@ class GpuSample:
         self._others = [i for i, row in enumerate(rows) if not is_plain(row)]
         self._found: Tensor | None = None
         self._read: Tensor | None = None
-        """Pinned memory that the step reads: kept until it is over."""
         if len(self._others) < len(rows):
             found, self._read = _decide(logits, rows, self._others, awaited)
             self.chain: Tensor | None = found[0]
@@ -71,6 +74,11 @@ class GpuSample:
     @property
     def done(self) -> bool:
         return self.end is None or self.end.query()
+
+    @property
+    def pinned(self) -> tuple[Tensor | None, ...]:
+        """Memory that kernels of the step read or write. It must not be freed before its end."""
+        return self._read, self._found, self._logits
 
     def collect(self) -> SampledTokens:
         if self.end is not None:
@@ -100,14 +108,20 @@ class Sampler:
     def __init__(self, host: HostSampler, on_step_end: OnStepEnd | None = None) -> None:
         self._host = host
         self._on_step_end = on_step_end
+        self._in_use: deque[tuple[torch.cuda.Event, tuple[Tensor | None, ...]]] = deque()
+        """Pinned memory of steps that may not be over, whether their samples are still wanted."""
 
     def __call__(
         self, logits: Tensor, rows: Sequence[RowSampling], awaited: AwaitedMasks | None = None
     ) -> GpuSample:
         """Launch the sampling of a token per row of logits [R, V], which ends a step."""
+        while self._in_use and self._in_use[0][0].query():
+            self._in_use.popleft()
         sample = GpuSample(self._host, logits, rows, awaited)
-        if self._on_step_end is not None and sample.end is not None:
-            self._on_step_end(sample.end)
+        if sample.end is not None:
+            self._in_use.append((sample.end, sample.pinned))
+            if self._on_step_end is not None:
+                self._on_step_end(sample.end)
         return sample
 
 
@@ -133,8 +147,12 @@ def _decide(
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor as it is, at the link's speed. It may be read once the step is over."""
+    """Copy a contiguous tensor as it is. It may be read once the step is over."""
     if tensor.device.type != "cuda":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    begins = tensor.storage_offset() * tensor.itemsize
+    if tensor.nbytes % _WORD or begins % _WORD or not tensor.is_contiguous():
+        return host.copy_(tensor, non_blocking=True)
+    copy_small_out(tensor.view(-1).view(torch.int32), host.view(-1).view(torch.int32))
+    return host

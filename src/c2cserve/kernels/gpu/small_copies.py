@@ -1,8 +1,9 @@
-"""Small copies from pinned memory of the host to a GPU, by a kernel.
+"""Small copies between pinned memory of the host and a GPU, by a kernel.
 
 A copy engine does its copies in order. While whole models are loaded it always has some of 16 MiB
-queued. The inputs of a step would wait for them, for a millisecond: half of what the step takes. A
-kernel's reads share the link with those copies instead.
+queued, and so has the other direction's while KV goes out. The inputs of a step, or its tokens,
+would wait for them, for a millisecond: half of what the step takes. A kernel's reads and writes
+share the link with those copies instead.
 """
 
 # Device code is Triton's language, with its own types and its constants in capitals.
@@ -25,11 +26,14 @@ BYTES_MOST = 1 << 18
 
 
 @triton.jit(do_not_specialize=["count"])
-def _copy_kernel(out, pinned, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _copy_kernel(gpu, pinned, count, OUT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     after_others(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    tl.store(out + at, tl.load(pinned + at, inside, 0), inside)
+    if OUT:
+        tl.store(pinned + at, tl.load(gpu + at, inside, 0), inside)
+    else:
+        tl.store(gpu + at, tl.load(pinned + at, inside, 0), inside)
 
 
 def copy_small(pinned: Tensor, out: Tensor) -> None:
@@ -38,15 +42,31 @@ def copy_small(pinned: Tensor, out: Tensor) -> None:
     Both are contiguous. The caller keeps `pinned` as it is until that is over: unlike with torch's
     copies, torch does not know that it is being read.
     """
-    count = out.numel()
     if pinned.nbytes > BYTES_MOST:
         out.copy_(pinned, non_blocking=True)
-    elif count:
-        _launch_copy((-(-count // _WORDS), 1, 1), (out, pinned), (count,), ())
+    else:
+        _launch(out, pinned, out=False)
 
 
-def _constants() -> dict[str, Any]:
-    return {"BLOCK": _WORDS, "num_warps": 4}
+def copy_small_out(given: Tensor, pinned: Tensor) -> None:
+    """Copy `given` int32 [N] on a GPU to `pinned` int32 [N], in the order of its current stream.
+
+    Both are contiguous. The caller keeps `pinned` until that is over: torch does not know that it
+    is being written, and would lend freed memory to others.
+    """
+    if pinned.nbytes > BYTES_MOST:
+        pinned.copy_(given, non_blocking=True)
+    else:
+        _launch(given, pinned, out=True)
+
+
+def _launch(gpu: Tensor, pinned: Tensor, *, out: bool) -> None:
+    if count := gpu.numel():
+        _launch_copy((-(-count // _WORDS), 1, 1), (gpu, pinned), (count,), (out,))
+
+
+def _constants(out: bool) -> dict[str, Any]:
+    return {"OUT": out, "BLOCK": _WORDS, "num_warps": 4}
 
 
 _launch_copy = Launcher(_copy_kernel, _constants)

@@ -20,7 +20,7 @@ from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy
 from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
-from c2cserve.kernels.gpu.small_copies import copy_small
+from c2cserve.kernels.gpu.small_copies import copy_small, copy_small_out
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
 from c2cserve.kernels.ops import RowSampling
 
@@ -74,6 +74,7 @@ def warm(sizes: Sizes, device: torch.device) -> None:
         sample(zeros(2, sizes.vocab), asked_of([RowSampling(0, 0)] * 2).to(device), only)
     elementwise.chained(integers(3, -1), integers(3))
     copy_small(integers(3, 4), integers(0, 0))
+    copy_small_out(integers(3, 4), integers(0, 0))
     one = TokenRows(
         integers(0), integers(0, 1), integers(1), zeros(1, 1, dtype=torch.int64),
         zeros(1, dtype=torch.int64),
