@@ -6,7 +6,8 @@ Nothing is run: the measured times are those of committed results (`benchmarks/r
 tables that were published with SLINFER. A row is one case of a phase. Its ratio is the simulator's
 time over the measured one. Phases:
 
-    decode     by model, batch and mean length: a live server's tokens, or the engine's steps
+    decode     by model, batch and mean length: a live server's tokens, or the engine's steps.
+               Of earlier servers those of 32 requests are a phase of their own, and prompts
     prefill    prompts long enough that the GPU is the bound, not the host that launches kernels.
                Each comes after a pause, so the GPU has its full clock
     in a row   the engine's steps with its host, from one to the next: at the GPU's power limit
@@ -39,9 +40,12 @@ from c2cserve.sim.world.shapes import SimModel, catalogue
 from c2cserve.sim.world.tables import StepTable, Tables, linear_bytes
 
 RESULTS = Path(__file__).parent / "results"
-_MIXES = ("weights_mix_h200_ninth.json", "weights_mix_h200_fourteenth.json")
-"""Runs on different machines, each of which measured its step times. The last is of the present
-server."""
+_WAITED = ("weights_mix_h200_ninth.json", "weights_mix_h200_fourteenth.json")
+"""Runs of earlier servers. Their tokens waited for KV that went out, where there was much of it."""
+_EARLIER = ", earlier servers"
+_MIXES = (*_WAITED, "weights_mix_h200_fifteenth.json")
+"""Runs on different machines, each of which measured its step times."""
+_LIVE = "live_decodes_h200.json"
 _LOADS = (
     *_MIXES,
     "weights_mix_h200_eighth.json",
@@ -128,6 +132,7 @@ def rows(hardware: str) -> Iterator[Row]:
     ours = CostModel.of(hardware)
     for name in _MIXES:
         yield from _of_times(ours, name)
+    yield from _of_decodes(ours, _LIVE)
     yield from _of_steps(ours, _STEPS)
     yield from by_context(ours, _STEPS_BY_CONTEXT)
     yield from _of_engine(ours)
@@ -148,19 +153,31 @@ def read(name: str) -> dict[str, Any]:
 
 def _of_times(ours: CostModel, file: str) -> Iterator[Row]:
     """Yield a live server's decode steps and long prompts, each model alone."""
-    times = read(file)["times"]
+    times, waited = read(file)["times"], file in _WAITED
     for shape, by_length in times["decode"].items():
         model = model_of(shape)
         for length, points in by_length.items():
             for batch, took_s in points:
                 case = f"{shape}, batch {batch}, length {length}"
                 simulated_s = ours.decode_s(model, batch, float(length))
-                yield Row(_decode(batch), case, took_s, simulated_s, file)
+                phase = _decode(batch) + (_EARLIER if waited and batch > _FEW else "")
+                yield Row(phase, case, took_s, simulated_s, file)
     for shape, points in times["prefill"].items():
         for tokens, took_s in points:
             if tokens >= _LONG:
                 simulated_s = ours.prefill_s(model_of(shape), tokens)
-                yield Row("prefill", f"{shape}, {tokens} tokens", took_s, simulated_s, file)
+                phase = "prefill" + (_EARLIER if waited else "")
+                yield Row(phase, f"{shape}, {tokens} tokens", took_s, simulated_s, file)
+
+
+def _of_decodes(ours: CostModel, file: str) -> Iterator[Row]:
+    """Yield `live_decodes.py`'s tokens as clients see them, in the second half of an answer."""
+    for row in read(file)["decodes"]:
+        shape, batch, output = row["shape"], row["batch"], row["output"]
+        length = row["context"] + 0.75 * output
+        case = f"{shape}, batch {batch}, length {length:.0f}, answers of {output}"
+        simulated_s = ours.decode_s(model_of(shape), batch, length, _IN_A_ROW)
+        yield Row(_decode(batch), case, row["client_s"], simulated_s, file)
 
 
 def _of_steps(ours: CostModel, file: str) -> Iterator[Row]:
