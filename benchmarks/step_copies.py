@@ -1,12 +1,13 @@
 """Decode steps beside plain copies over the GPU's own link: does what moves KV slow what computes?
 
 python benchmarks/step_copies.py [--shape llama-8b] [--decodes 16,32,64] [--context 1040]
-    [--piece-mib 2] [--steps N] [--rates measured|assumed] [--out FILE]
+    [--piece-mib 2] [--urgent] [--steps N] [--rates measured|assumed] [--out FILE]
 
 All weights are in HBM. From step to step, the next one launched while this one runs, as a slice
 does it: alone, beside copies of KV's size to host memory (`out`), from it (`in`), both, and alone
-again. Copies run on streams of their own by CUDA's copy engines, without a pause. `over_alone` is
-the step's time over the mean of both times alone.
+again. Copies run on streams of their own by CUDA's copy engines, without a pause. The streams have
+the usual priority, or with --urgent the highest, as those of the transfer engine have. `over_alone`
+is the step's time over the mean of both times alone.
 """
 
 import argparse
@@ -33,8 +34,9 @@ Row = dict[str, Any]
 class Copies:
     """Copies without a pause, within `with copies.beside(...)`."""
 
-    def __init__(self, piece: int) -> None:
+    def __init__(self, piece: int, *, urgent: bool) -> None:
         self._piece = piece
+        self._priority = min(torch.cuda.Stream.priority_range()) if urgent else 0
         self._here = torch.empty(2, _BUFFER, dtype=torch.uint8, device="cuda")
         self._there = torch.empty(2, _BUFFER, dtype=torch.uint8, pin_memory=True)
 
@@ -61,7 +63,7 @@ class Copies:
         number = 0 if direction == "out" else 1
         here, there = self._here[number], self._there[number]
         source, target = (here, there) if direction == "out" else (there, here)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream(priority=self._priority)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         turns, queued = 0, [torch.cuda.Event(blocking=True) for _ in range(2)]
         with torch.cuda.stream(stream):
@@ -93,7 +95,7 @@ class Beside(Bench):
 def main() -> None:
     given = _arguments()
     bench = Beside(open_gpu("step_copies", _KV_BYTES, given.rates), given)
-    copies = Copies(given.piece_mib << 20)
+    copies = Copies(given.piece_mib << 20, urgent=given.urgent)
     rows: list[Row] = []
     for decodes in given.decodes:
         found = [bench.row(decodes, given.context, copies, what) for what in _BESIDE]
@@ -107,7 +109,7 @@ def main() -> None:
             )  # fmt: skip
     report(
         {"gpu": torch.cuda.get_device_name(0), "steps": rows}, given.out, show=False,
-        shape=given.shape, piece_mib=given.piece_mib, steps=given.steps,
+        shape=given.shape, piece_mib=given.piece_mib, urgent=given.urgent, steps=given.steps,
     )  # fmt: skip
 
 
@@ -121,6 +123,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--context", type=int, default=1040, help="tokens")
     parser.add_argument("--piece-mib", type=int, default=2, help="of one copy")
+    parser.add_argument("--urgent", action="store_true", help="copies of the highest priority")
     parser.add_argument("--steps", type=int, default=24, help="timed steps of a kind")
     parser.add_argument("--rates", choices=("measured", "assumed"), help="of GEMMs")
     parser.add_argument("--out", type=Path, help="JSON")
