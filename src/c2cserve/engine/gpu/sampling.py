@@ -55,7 +55,7 @@ class GpuSample:
         self._rows = rows
         self._others = [i for i, row in enumerate(rows) if not is_plain(row)]
         self._found: Tensor | None = None
-        self._read: Tensor | None = None
+        self._read: tuple[Tensor | None, ...] = ()
         if len(self._others) < len(rows):
             found, self._read = _decide(logits, rows, self._others, awaited)
             self.chain: Tensor | None = found[0]
@@ -78,7 +78,7 @@ class GpuSample:
     @property
     def pinned(self) -> tuple[Tensor | None, ...]:
         """Memory that kernels of the step read or write. It must not be freed before its end."""
-        return self._read, self._found, self._logits
+        return *self._read, self._found, self._logits
 
     def collect(self) -> SampledTokens:
         if self.end is not None:
@@ -128,22 +128,23 @@ class Sampler:
 def _decide(
     logits: Tensor, rows: Sequence[RowSampling], others: Sequence[int],
     awaited: AwaitedMasks | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
     """Return ids and log-probabilities as `greedy` does. Those of `others` have no meaning. Return
-    beside them what must be kept until they are there."""
+    beside them the host's memory that must be kept until they are there."""
     elsewhere = set(others)
     if awaited is None:
         masks = [None if i in elsewhere else row.mask for i, row in enumerate(rows)]
         only = RowMasks.of(masks, logits.device)
     else:
         only = RowMasks.when_ready(awaited, len(rows), logits.device)
+    read = () if only is None else (only.read,)
     if all(row.temperature <= 0.0 for row in rows if is_plain(row)):
-        return greedy(logits, only), None
+        return greedy(logits, only), read
     asked = asked_of([_GREEDY if i in elsewhere else row for i, row in enumerate(rows)])
     pinned = asked.pin_memory() if logits.device.type == "cuda" else asked
     moved = torch.empty_like(pinned, device=logits.device)
     copy_small(pinned.view(-1).view(torch.int32), moved.view(-1).view(torch.int32))
-    return sample(logits, moved, only), pinned
+    return sample(logits, moved, only), (pinned, *read)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

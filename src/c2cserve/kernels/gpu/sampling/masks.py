@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from c2cserve.kernels.gpu.small_copies import BYTES_MOST, copy_small
 from c2cserve.kernels.ops import AwaitedMasks
 
 _ALIGNED = 4
@@ -41,6 +42,8 @@ class RowMasks:
     """int32 [M, ceil(V / 32)]: bit v % 32 of word v // 32 says whether token v is allowed."""
     places: Tensor
     """int32 [R]: the place of each row's mask, -1 if all of its tokens are allowed."""
+    read: Tensor | None = None
+    """Memory of the host that they come from. It must not be freed until they are used."""
 
     @classmethod
     def of(cls, masks: Sequence[Tensor | None], device: torch.device) -> "RowMasks | None":
@@ -60,8 +63,10 @@ class RowMasks:
             if mask is not None:
                 numbers[at : at + words] = mask.numpy()
                 at += words
-        moved = host.to(device, non_blocking=True) if pinned else host
-        return cls(moved[begin:].view(len(given), words), moved[: len(masks)])
+        moved = torch.empty_like(host, device=device) if pinned else host
+        if pinned:
+            copy_small(host, moved)
+        return cls(moved[begin:].view(len(given), words), moved[: len(masks)], host)
 
     @classmethod
     def when_ready(cls, awaited: AwaitedMasks, rows: int, device: torch.device) -> "RowMasks":
@@ -75,7 +80,10 @@ class RowMasks:
             stream = torch.cuda.current_stream(device).cuda_stream
             moved = torch.empty(len(words) - begin, dtype=torch.int32, device=device)
             wait_at_least(stream, awaited.address, 1)
-            copy_async(moved.data_ptr(), awaited.address + 4 * begin, moved.nbytes, stream)
+            if moved.nbytes <= BYTES_MOST:
+                copy_small(words[begin:], moved)  # memory of the masks' process, which keeps it
+            else:
+                copy_async(moved.data_ptr(), awaited.address + 4 * begin, moved.nbytes, stream)
         else:
             while not int(words[0]):  # such a device has no streams
                 time.sleep(_POLL_S)
