@@ -67,17 +67,17 @@ class Instances(Generic[ExtraT]):
 
     def apply(self, event: ev.InstanceEvent) -> None:
         match event:
+            case ev.InstanceLoading() | ev.InstanceReady() | ev.KvResized():
+                load = self.slices.get(event.slice_id)
+                instance = None if load is None else load.active.get(event.model)
+                if load is not None and instance is not None:
+                    self._changed(load, instance, event)
             case ev.TokensSent():
                 self._tokens_sent(event)
             case ev.StepTimes():
                 self._measured(event)
             case ev.Profiled():
                 self._profiled(event)
-            case ev.InstanceLoading() | ev.InstanceReady() | ev.KvResized():
-                load = self.slices.get(event.slice_id)
-                instance = None if load is None else load.active.get(event.model)
-                if load is not None and instance is not None:
-                    self._changed(load, instance, event)
 
     def _changed(self, load: SliceLoad, instance: Instance, event: Changed) -> None:
         match event:

@@ -38,6 +38,8 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._models: dict[str, ModelBook] = {}
         self._outside: dict[str, ModelBook] = {}
         """Those that are not in the pool."""
+        self._used_bytes = 0
+        """Of the pool."""
         self._shares = shares = FairShares()
         self._queue = queue = WaitingQueue(shares)
         self._actions: list[act.ClusterAction | ExtraT] = []
@@ -89,7 +91,12 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._departures.relieve(event.request_id)
 
     def _apply_rare(self, event: ev.ClusterEvent) -> None:
-        match event:
+        match event:  # frequent ones first, as cases are tried one by one
+            case ev.InstanceLoading() | ev.TokensSent() | ev.StepTimes():
+                self._instances.apply(event)
+            case ev.InstanceReady() | ev.KvResized() | ev.Profiled():
+                self._instances.apply(event)
+                self._changes.room = True
             case ev.Cancelled(request_id):
                 if not self._departures.cancelled(request_id):
                     self._arrived = [r for r in self._arrived if r.id != request_id]
@@ -102,11 +109,6 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
                 self._slice_lost(slice_id, displaced)
             case ev.Draining():
                 self._draining = True
-            case ev.StepTimes() | ev.TokensSent() | ev.InstanceLoading():
-                self._instances.apply(event)
-            case ev.Profiled() | ev.InstanceReady() | ev.KvResized():
-                self._instances.apply(event)
-                self._changes.room = True
             case ev.Recalled(request) | ev.Returned(request):
                 self._relocation.returned(event)
                 if self._departures.left(request.id) is not None:
@@ -129,6 +131,7 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
             case ev.ModelAdded(spec, replaces, in_pool):
                 book = self._models[spec.id] = ModelBook(spec, replaces, in_pool)
                 self._outside |= {} if in_pool else {spec.id: book}
+                self._used_bytes += spec.weight_bytes if in_pool else 0
             case ev.ModelUsable(name) | ev.ModelWanted(name) | ev.ModelUsed(name):
                 if name in self._models:
                     self._models[name].note(event)
@@ -234,27 +237,31 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._changes.pool = False
         if self._budget_bytes is None or not self._outside:
             return
-        models = self._models.values()
+        models, outside = self._models.values(), self._outside
         # Also of requests that waited already: a model may have been pinned since.
-        absent = [m for n in sorted(self._queue.models()) if not (m := self._models[n]).in_pool]
-        for name, why in pool_residency.impossible(absent, models, self._budget_bytes):
-            for request in self._queue.of(name):
-                self._departures.reject(request, 503, why, 60.0)
-        loads = pool_residency.asked_loads(
-            self._models, self._outside, self._queue, self._budget_bytes, now
-        )
-        for model, victims in loads:
-            for victim in victims:
-                self._leave_pool(victim)
-                self._actions.append(act.Evict(victim.spec.id))
-            self._start_load(model)
+        absent = [outside[name] for name in sorted(self._queue.models()) if name in outside]
+        if absent:
+            for name, why in pool_residency.impossible(absent, models, self._budget_bytes):
+                for request in self._queue.of(name):
+                    self._departures.reject(request, 503, why, 60.0)
+        wanted = [model for model in outside.values() if model.wanted]
+        if absent or wanted:
+            loads = pool_residency.asked_loads(
+                self._models, wanted, self._queue, self._budget_bytes - self._used_bytes, now
+            )
+            for model, victims in loads:
+                for victim in victims:
+                    self._leave_pool(victim)
+                    self._actions.append(act.Evict(victim.spec.id))
+                self._start_load(model)
         if not self._draining:
-            outside = self._outside.values()
-            for model in pool_residency.unasked_loads(outside, models, self._budget_bytes):
+            free_bytes = self._budget_bytes - self._used_bytes
+            for model in pool_residency.unasked_loads(outside.values(), models, free_bytes):
                 self._start_load(model)
 
     def _start_load(self, model: ModelBook) -> None:
         model.in_pool = True
+        self._used_bytes += model.spec.weight_bytes
         del self._outside[model.spec.id]
         self._actions.append(act.Load(model.spec.id))
 
@@ -263,6 +270,7 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         name = model.spec.id
         for load in self._slices.values():
             self._instances.deactivate(load, name)
+        self._used_bytes -= model.spec.weight_bytes if model.in_pool else 0
         model.in_pool = model.usable = model.loaded = False
         self._outside[name] = model
 
@@ -272,14 +280,17 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         changed, self._changes.room = self._changes.room, False
         if not self._queue:
             return
-        names, fresh = set(self._queue.models()), {request.id for request in arrived}
+        names, fresh = set[str](), {request.id for request in arrived}
         anywhere, untried = changed or not self._placing.ours, self._queue.uncovered
         if self._placing.polls:
             changed = now >= self._admission.recheck_s
             relieved.clear()
             untried.clear()
-        if not changed and not relieved:  # the first of other models could not be placed before
-            names = {request.model for request in arrived} | (untried & names)
+        if changed or relieved:
+            names.update(self._queue.models())
+        else:  # the first of other models could not be placed before
+            names.update([request.model for request in arrived])
+            names.update(untried & self._queue.models())
         if not names:
             return
         loads, only = self._open()
@@ -332,10 +343,8 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
 
     def _open(self) -> tuple[list[SliceLoad], set[str] | None]:
         """Return the slices that take more requests, and the only models they take (None: any)."""
-        loads = [
-            one for one in self._slices.values()
-            if one.requests < one.most_requests and not self._relocation.closed(one)
-        ]  # fmt: skip
+        loads = [one for one in self._slices.values() if one.requests < one.most_requests]
+        loads = self._relocation.open(loads)
         return loads, active_if_full(loads) if self._placing.ours else None
 
     def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:

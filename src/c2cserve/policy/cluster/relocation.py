@@ -62,6 +62,12 @@ class Relocation:
         """Whether the slice is kept for suspects."""
         return self._suspects.closed(load.slice.id)
 
+    def open(self, loads: list[SliceLoad]) -> list[SliceLoad]:
+        """Return those of the slices that are not kept for suspects."""
+        if not self._suspects.closing:
+            return loads
+        return [load for load in loads if not self.closed(load)]
+
     # ---- events ---------------------------------------------------------------------------------
 
     def tokens(self, event: ev.FirstToken | ev.Progressed) -> None:

@@ -97,8 +97,8 @@ class Starts:
     def full(self, slice_id: str, waiting: int, ttft_s: float) -> bool:
         """Return whether a further request would wait too long on a slice. `waiting`: its requests
         without a first token."""
-        one = self._slices.get(slice_id)
-        if one is None or one.trusted or waiting < MANY:
+        one = None if waiting < MANY else self._slices.get(slice_id)
+        if one is None or one.trusted:
             return False
         return one.started.wait_s(waiting) > one.share * ttft_s
 

@@ -61,14 +61,13 @@ class Stealing:
         """Return slices on which requests wait behind others, and idle ones. None: one kind is
         missing, so that nothing can be recalled."""
         self.wakeup = None
-        sources: list[SliceLoad] = []
-        idle: list[SliceLoad] = []
-        for load in self._slices.values():
-            if load.unstarted and load.requests > 1:
-                sources.append(load)
-            elif not load.requests and load.slice.id not in self._asked.values():
-                idle.append(load)
-        return (sources, idle) if sources and idle else None
+        loads = self._slices.values()
+        sources = [load for load in loads if load.unstarted and load.requests > 1]
+        if not sources:
+            return None
+        asked = self._asked.values()
+        idle = [load for load in loads if not load.requests and load.slice.id not in asked]
+        return (sources, idle) if idle else None
 
     def recalls(
         self, sources: list[SliceLoad], idle: list[SliceLoad], now: float, may_take: MayTake

@@ -45,6 +45,8 @@ class _ModelKv:
     """First slab -> span."""
     roomy: OrderedDict[int, _Span] = field(default_factory=OrderedDict[int, _Span])
     """Those with free blocks. Free blocks are used up before another span is taken."""
+    filling: _Span | None = None
+    """The first of these, once it was looked up."""
     idle: OrderedDict[_Span, int] = field(default_factory=OrderedDict[_Span, int])
     """Spans with cached blocks only, and the tick of their last release; oldest first."""
     hashes: dict[int, int] = field(default_factory=dict[int, int])
@@ -202,21 +204,26 @@ class KvArena:
             return None
         taken: list[int] = []
         while len(taken) < count:
-            span = next(iter(kv.roomy.values())) if kv.roomy else self._grow(kv)
+            span = kv.filling
             if span is None:
-                self._evict_oldest(kv)
-                continue
+                span = next(iter(kv.roomy.values())) if kv.roomy else self._grow(kv)
+                if span is None:
+                    self._evict_oldest(kv)
+                    continue
+                kv.filling = span
             more = min(len(span.free), count - len(taken))
-            offsets = span.free[-more:]
+            taken += span.free[-more:]
             del span.free[-more:]
-            if span.free:
-                kv.roomy[span.first_slab] = span
-            else:
-                kv.roomy.pop(span.first_slab, None)
+            if not span.free:
+                self._not_roomy(kv, span)
             self._held(kv, span, more)
             kv.free -= more
-            taken += offsets
         return taken
+
+    def _not_roomy(self, kv: _ModelKv, span: _Span) -> None:
+        del kv.roomy[span.first_slab]
+        if kv.filling is span:
+            kv.filling = None
 
     def release(self, model: str, offsets: Sequence[int]) -> None:
         """Give up blocks that the caller holds. A block with a hash stays cached while there is
@@ -291,7 +298,7 @@ class KvArena:
     def _empty(self, kv: _ModelKv, span: _Span) -> None:
         """Give the arena a span with all of its held blocks, and nothing that is cached."""
         if span.free:
-            del kv.roomy[span.first_slab]
+            self._not_roomy(kv, span)
         kv.free -= len(span.free)
         kv.held -= span.held
         span.held = 0
@@ -333,7 +340,7 @@ class KvArena:
         base, size = first * self.slab_bytes, kv.block_bytes
         span = _Span(first, [base + at * size for at in range(kv.per_span - 1, -1, -1)])
         self._take(kv, span, 1)
-        kv.spans[first] = span
+        kv.spans[first] = kv.roomy[first] = span
         kv.free += kv.per_span
         return span
 
@@ -376,7 +383,8 @@ class KvArena:
     def _drop_span(self, kv: _ModelKv, span: _Span) -> None:
         """Give the arena the slabs of a span in which nothing is held or cached."""
         kv.free -= kv.per_span
-        del kv.spans[span.first_slab], kv.roomy[span.first_slab]
+        del kv.spans[span.first_slab]
+        self._not_roomy(kv, span)
         self._take(kv, span, 0)
 
 

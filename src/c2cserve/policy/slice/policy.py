@@ -286,8 +286,8 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
         """Return whether resident models cannot run, and will not by themselves. KV that is on its
         way may let them."""
         moving = self._rotation is not None and self._rotation.under_way
-        one_lane_runs = self._lanes.only is not None and bool(self._in_flight)
-        if one_lane_runs or moving or (self.prefixes is not None and self.prefixes.bringing):
+        goes_on = not self._seqs or (self._lanes.only is not None and bool(self._in_flight))
+        if goes_on or moving or (self.prefixes is not None and self.prefixes.bringing):
             return False
         return self._lanes.stuck(self._in_flight.steps(), self._weights.streams)
 

@@ -83,6 +83,8 @@ class Residency:
         """KV needs room, or gives some back: what must go at once, the least worthy first."""
         self.budget_bytes = budget_bytes
         gone: list[Hashable] = []
+        if self.used_bytes <= budget_bytes:
+            return gone
         for book in self._cheapest():
             while book.sizes and self.used_bytes > budget_bytes:
                 key, size = book.sizes.popitem()

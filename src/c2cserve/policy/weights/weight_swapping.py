@@ -285,7 +285,7 @@ class WeightSwapping(WeightMemory):
         absent. Load the holder that is due first, with as many victims as it takes. If none is
         absent, or that one was loaded before and no step ran since, weights leave too little room
         for any KV. Then the model that is due last streams."""
-        absent = [one for one in self._in["absent"].values() if one.model.seqs]
+        absent = [one for one in self._asked.values() if one.absent and one.model.seqs]
         if not self._rotates or self._in["loading"]:
             return []
         if not absent:
