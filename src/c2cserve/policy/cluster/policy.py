@@ -38,8 +38,10 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._models: dict[str, ModelBook] = {}
         self._outside: dict[str, ModelBook] = {}
         """Those that are not in the pool."""
-        self._used_bytes = 0
-        """Of the pool."""
+        self._urged: dict[str, None] = {}
+        """Models that may be `wanted`: they replace others, or the fleet's policy wanted them."""
+        self._used_bytes, self._least_bytes = 0, 1 << 62
+        """Of the pool, and of the smallest model that there was."""
         self._shares = shares = FairShares()
         self._queue = queue = WaitingQueue(shares)
         self._actions: list[act.ClusterAction | ExtraT] = []
@@ -132,9 +134,12 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
                 book = self._models[spec.id] = ModelBook(spec, replaces, in_pool)
                 self._outside |= {} if in_pool else {spec.id: book}
                 self._used_bytes += spec.weight_bytes if in_pool else 0
+                self._least_bytes = min(self._least_bytes, spec.weight_bytes)
+                self._urged |= {spec.id: None} if replaces else {}
             case ev.ModelUsable(name) | ev.ModelWanted(name) | ev.ModelUsed(name):
                 if name in self._models:
                     self._models[name].note(event)
+                    self._urged |= {name: None} if isinstance(event, ev.ModelWanted) else {}
             case ev.ModelLoaded(name):
                 self._models[name].arrived()
                 self._broken.discard(name)
@@ -244,7 +249,7 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
             for name, why in pool_residency.impossible(absent, models, self._budget_bytes):
                 for request in self._queue.of(name):
                     self._departures.reject(request, 503, why, 60.0)
-        wanted = [model for model in outside.values() if model.wanted]
+        wanted = [one for name in self._urged if (one := outside.get(name)) and one.wanted]
         if absent or wanted:
             loads = pool_residency.asked_loads(
                 self._models, wanted, self._queue, self._budget_bytes - self._used_bytes, now
@@ -256,8 +261,9 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
                 self._start_load(model)
         if not self._draining:
             free_bytes = self._budget_bytes - self._used_bytes
-            for model in pool_residency.unasked_loads(outside.values(), models, free_bytes):
-                self._start_load(model)
+            if free_bytes >= self._least_bytes:
+                for model in pool_residency.unasked_loads(outside.values(), models, free_bytes):
+                    self._start_load(model)
 
     def _start_load(self, model: ModelBook) -> None:
         model.in_pool = True
@@ -280,17 +286,16 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         changed, self._changes.room = self._changes.room, False
         if not self._queue:
             return
-        names, fresh = set[str](), {request.id for request in arrived}
         anywhere, untried = changed or not self._placing.ours, self._queue.uncovered
         if self._placing.polls:
             changed = now >= self._admission.recheck_s
             relieved.clear()
             untried.clear()
-        if changed or relieved:
-            names.update(self._queue.models())
-        else:  # the first of other models could not be placed before
-            names.update([request.model for request in arrived])
-            names.update(untried & self._queue.models())
+        if not (changed or relieved or arrived or untried):
+            return
+        names, fresh = set(self._queue.models()), {request.id for request in arrived}
+        if not changed and not relieved:  # the first of other models could not be placed before
+            names = {request.model for request in arrived} | (untried & names)
         if not names:
             return
         loads, only = self._open()
@@ -387,6 +392,7 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
             if not self._models[name].running and not self._queue.count(name):
                 self._removing.remove(name)
                 self._broken.discard(name)
+                self._urged.pop(name, None)
                 self._failing.forget(name)
                 self._leave_pool(self._models.pop(name))
                 del self._outside[name]

@@ -4,7 +4,7 @@ It joins `policy.cluster.suspects` and `policy.cluster.stealing` to the books of
 All other requests go where `policy.cluster.placement` says.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import Recall
@@ -31,8 +31,8 @@ class Relocation:
     def __init__(
         self,
         suspects: Suspects,
-        models: Mapping[str, ModelBook],
-        slices: Mapping[str, SliceLoad],
+        models: dict[str, ModelBook],
+        slices: dict[str, SliceLoad],
         queue: WaitingQueue,
         failing: Failing,
         send_to: SendTo,

@@ -81,6 +81,8 @@ class Starts:
 
     def refresh(self, waiting: Callable[[str], int], now: float) -> None:
         """`waiting`: a slice's requests without a first token; 0 for one that is gone."""
+        if not self._changing:
+            return
         changing, self._changing = self._changing, set()
         for slice_id in changing:
             if (one := self._slices.get(slice_id)) is not None:

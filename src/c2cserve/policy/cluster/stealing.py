@@ -5,7 +5,7 @@ it asks the slice (`actions.Recall`), which keeps what has begun. A request is r
 `_RECALLS_MAX` times, and asked for once on each slice, so it cannot go back and forth.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from c2cserve.core.actions import Recall
 from c2cserve.core.request import Request
@@ -19,7 +19,7 @@ MayTake = Callable[[SliceLoad, str], bool]
 
 
 class Stealing:
-    def __init__(self, slices: Mapping[str, SliceLoad]) -> None:
+    def __init__(self, slices: dict[str, SliceLoad]) -> None:
         self._slices = slices
         self._asked: dict[str, str] = {}
         """Request that its slice was asked for -> the slice that shall take it; empty: its slice
@@ -61,12 +61,15 @@ class Stealing:
         """Return slices on which requests wait behind others, and idle ones. None: one kind is
         missing, so that nothing can be recalled."""
         self.wakeup = None
-        loads = self._slices.values()
-        sources = [load for load in loads if load.unstarted and load.requests > 1]
+        sources: list[SliceLoad] = []
+        for load in self._slices.values():
+            if load.unstarted and load.requests > 1:
+                sources.append(load)
         if not sources:
             return None
         asked = self._asked.values()
-        idle = [load for load in loads if not load.requests and load.slice.id not in asked]
+        idle = [one for one in self._slices.values() if not one.requests]
+        idle = [one for one in idle if one.slice.id not in asked]
         return (sources, idle) if idle else None
 
     def recalls(

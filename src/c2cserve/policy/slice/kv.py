@@ -231,9 +231,10 @@ class KvArena:
         kv = self._models[model]
         self._tick += 1
         hashes, sharers, end = kv.hashes, kv.sharers, len(offsets)
+        plain = not hashes and not sharers
         while end:  # a prefix is forgotten from its end
             offset = offsets[end - 1]
-            if offset in hashes or offset in sharers:
+            if not plain and (offset in hashes or offset in sharers):
                 end -= 1
                 self._unhold(kv, offset)
                 continue
@@ -241,7 +242,7 @@ class KvArena:
             low = span.first_slab * self.slab_bytes
             high = low + kv.span_slabs * self.slab_bytes
             while first and low <= (before := offsets[first - 1]) < high:
-                if before in hashes or before in sharers:
+                if not plain and (before in hashes or before in sharers):
                     break
                 first -= 1
             if span.held == end - first and not span.cached:
@@ -338,7 +339,7 @@ class KvArena:
         if full or first < 0 or (first >= self._roomy_slabs and self._can_evict(kv)):
             return None
         base, size = first * self.slab_bytes, kv.block_bytes
-        span = _Span(first, [base + at * size for at in range(kv.per_span - 1, -1, -1)])
+        span = _Span(first, list(range(base + (kv.per_span - 1) * size, base - 1, -size)))
         self._take(kv, span, 1)
         kv.spans[first] = kv.roomy[first] = span
         kv.free += kv.per_span

@@ -83,14 +83,16 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
             self._submitted(event)
             return
         match event:
-            case ev.Activated(spec, keep):
-                self._activate(spec, keep)
-            case ev.Fetched(name, _, True):
-                self._weights.refused(name)
-            case ev.Fetched(name, took_s):
-                self._weights.fetched(name, took_s)
-            case ev.Deactivated(name):
-                model = self._models.pop(name)
+            case ev.StepParked():
+                self._in_flight.park(event.step_id)
+            case ev.Fetched() if event.refused:
+                self._weights.refused(event.model)
+            case ev.Fetched():
+                self._weights.fetched(event.model, event.took_s)
+            case ev.Activated():
+                self._activate(event.spec, event.keep)
+            case ev.Deactivated():
+                model = self._models.pop(event.model)
                 self._idle(model)
                 self._deactivated.append(model)
                 self._retire(model)
@@ -100,8 +102,6 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
                 self._recall(request_id, running=running)
             case ev.StepFailed(step_id, reason):
                 self._step_failed(step_id, reason)
-            case ev.StepParked(step_id):
-                self._in_flight.park(step_id)
             case ev.MoveDone() | ev.PrefixMoved():
                 self._moved(event)
             case ev.GemmsMeasured(name):

@@ -1,6 +1,6 @@
 """Which models' weights lie in a slice's memory: the interface, and the simplest answer."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from c2cserve.core.actions import Fetch, Release
 from c2cserve.core.model import ModelSpec
@@ -61,7 +61,7 @@ class WeightMemory:
     def requested(self, name: str, now: float) -> None:
         """Note that a request for the model has arrived."""
 
-    def plan(self, now: float, in_flight: Mapping[str, float]) -> Sequence[Fetch | Release]:
+    def plan(self, now: float, in_flight: dict[str, float]) -> Sequence[Fetch | Release]:
         """Return loads to begin and weights to release. `in_flight`: models with steps under way,
         whose weights must stay, and in how many seconds these are expected to end."""
         return ()

@@ -42,7 +42,7 @@ class Lookahead(in_flight.Lookahead):
     ) -> DecidedSteps | None:
         """Decide the next steps and take memory for them. None: there are less than two, or there
         is not enough memory for all of them."""
-        order = self.plan(models, now, late_ran)
+        order = tuple(self.plan(models, now, late_ran))
         if len(order) < 2:
             return None
         times = times_of(order, len(models))
@@ -84,7 +84,13 @@ def _order(
     number, noted = max(last), 0
     order: list[int] = []
     counts = [0] * len(models)
-    known, punctual = list(ranks), True  # those of the favourite are updated when it matters
+    punctual = top >= 0
+    if not punctual:
+        now, over = _by_rank(ranks, paces, steps_s, counts, order, steps, most, now)
+        if over:
+            return order
+        late_ran = late_ran and not order
+    known = list(ranks)  # those of the favourite are updated when it matters
     while len(order) < steps:
         index = _least(known) if punctual else 0
         punctual = punctual and known[index] >= now
@@ -125,6 +131,29 @@ def _order(
     return order
 
 
+def _by_rank(
+    ranks: list[float], paces: list[float], steps_s: list[float], counts: list[int],
+    order: list[int], steps: int, most: int, now: float,
+) -> tuple[float, bool]:  # fmt: skip
+    """Play decisions through while no model is late: least headroom first. Return when that ends,
+    and whether nothing is to be decided any more. `order`, `counts` and `ranks` go on."""
+    for _ in range(steps - len(order)):
+        index, rank = 0, ranks[0]
+        for other in range(1, len(ranks)):
+            if ranks[other] < rank:
+                index, rank = other, ranks[other]
+        if rank < now:
+            return now, False
+        runs = counts[index]
+        if runs == most:
+            return now, True
+        order.append(index)
+        counts[index] = runs + 1
+        ranks[index] = rank + paces[index]
+        now += steps_s[index]
+    return now, True
+
+
 def _least(ranks: list[float]) -> int:
     """Return the index of the least rank, the first of several."""
     index, least = 0, ranks[0]
@@ -136,7 +165,7 @@ def _least(ranks: list[float]) -> int:
 
 
 def _launch(
-    models: list[ActiveModel], order: list[int], times: list[int], step_ids: StepNumbers,
+    models: list[ActiveModel], order: tuple[int, ...], times: list[int], step_ids: StepNumbers,
     now: float,
 ) -> DecidedSteps:  # fmt: skip
     """`times`: how often each model runs."""
@@ -167,8 +196,8 @@ def _launch(
                 models[index].last_step = first_id + last[index]
         then = tuple([one.step for one in launched[1:]])
         all_run = len(launched) == len(models)
-        numbered = order if all_run else [numbers[index] for index in order]
-        run = RunStep(first, then, tuple(numbered))
+        numbered = order if all_run else tuple([numbers[index] for index in order])
+        run = RunStep(first, then, numbered)
     return DecidedSteps(launched, run, models[order[-1]].first() < now)
 
 
