@@ -16,10 +16,11 @@ from c2cserve.policy.cluster.failing import Failing
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.cluster.instances import Instances
 from c2cserve.policy.cluster.placement import active_if_full, awaited
-from c2cserve.policy.cluster.pool_residency import ModelBook
+from c2cserve.policy.cluster.pool_residency import ModelBook, PoolBooks
 from c2cserve.policy.cluster.queue import WaitingQueue
 from c2cserve.policy.cluster.relocation import Relocation, earlier
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
+from c2cserve.policy.cluster.stealing import Stealing
 from c2cserve.policy.cluster.strategies import ExtraT, Strategies, live_strategies
 from c2cserve.policy.cluster.suspects import Suspects
 
@@ -34,14 +35,8 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
     ) -> None:  # fmt: skip
         settings, strategies = settings or AdmissionSettings(), strategies or live_strategies()
         self._placing, self._outputs = strategies.placing, strategies.outputs
-        self._budget_bytes: int | None = None
         self._models: dict[str, ModelBook] = {}
-        self._outside: dict[str, ModelBook] = {}
-        """Those that are not in the pool."""
-        self._urged: dict[str, None] = {}
-        """Models that may be `wanted`: they replace others, or the fleet's policy wanted them."""
-        self._used_bytes, self._least_bytes = 0, 1 << 62
-        """Of the pool, and of the smallest model that there was."""
+        self._pool = PoolBooks()
         self._shares = shares = FairShares()
         self._queue = queue = WaitingQueue(shares)
         self._actions: list[act.ClusterAction | ExtraT] = []
@@ -49,8 +44,9 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._slices, self._where = self._instances.slices, self._instances.where
         self._admission = Admission(settings, queue, self._models, self._slices, shares)
         self._failing = Failing(self._slices, self._instances.deactivate)
+        stealing = Stealing(self._slices, self._instances.idle, self._instances.starting)
         self._relocation = Relocation(
-            Suspects(settings.no_slice_grace_s), self._models, self._slices, self._queue,
+            Suspects(settings.no_slice_grace_s), stealing, self._models, self._slices, self._queue,
             self._failing, self._send_to, on=strategies.placing.ours,
         )  # fmt: skip
         self._changes = Changes()
@@ -129,17 +125,14 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._changes.pool = self._changes.room = True
         match event:
             case ev.PoolState(budget_bytes):
-                self._budget_bytes = budget_bytes
+                self._pool.budget_bytes = budget_bytes
             case ev.ModelAdded(spec, replaces, in_pool):
                 book = self._models[spec.id] = ModelBook(spec, replaces, in_pool)
-                self._outside |= {} if in_pool else {spec.id: book}
-                self._used_bytes += spec.weight_bytes if in_pool else 0
-                self._least_bytes = min(self._least_bytes, spec.weight_bytes)
-                self._urged |= {spec.id: None} if replaces else {}
+                self._pool.added(book)
             case ev.ModelUsable(name) | ev.ModelWanted(name) | ev.ModelUsed(name):
                 if name in self._models:
                     self._models[name].note(event)
-                    self._urged |= {name: None} if isinstance(event, ev.ModelWanted) else {}
+                    self._pool.noted(self._models[name])
             case ev.ModelLoaded(name):
                 self._models[name].arrived()
                 self._broken.discard(name)
@@ -195,7 +188,8 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._forget()
         self._actions += self._relocation.recalls(now)
         self._admission.end(now)
-        actions, self._actions[:] = [*self._actions], []
+        actions = self._actions[:]
+        self._actions.clear()
         return actions
 
     def _admit(self, request: Request) -> None:
@@ -239,36 +233,32 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
 
     def _load(self, now: float) -> None:
         """Load what is asked for, evicting what is not used; then load what there is room for."""
-        self._changes.pool = False
-        if self._budget_bytes is None or not self._outside:
+        self._changes.pool, budget_bytes = False, self._pool.budget_bytes
+        if budget_bytes is None or not self._pool.outside:
             return
-        models, outside = self._models.values(), self._outside
+        models, outside = self._models.values(), self._pool.outside
         # Also of requests that waited already: a model may have been pinned since.
         absent = [outside[name] for name in sorted(self._queue.models()) if name in outside]
         if absent:
-            for name, why in pool_residency.impossible(absent, models, self._budget_bytes):
+            for name, why in pool_residency.impossible(absent, models, budget_bytes):
                 for request in self._queue.of(name):
                     self._departures.reject(request, 503, why, 60.0)
-        wanted = [one for name in self._urged if (one := outside.get(name)) and one.wanted]
+        wanted = self._pool.wanted()
         if absent or wanted:
-            loads = pool_residency.asked_loads(
-                self._models, wanted, self._queue, self._budget_bytes - self._used_bytes, now
-            )
+            free_bytes = budget_bytes - self._pool.used_bytes
+            loads = pool_residency.asked_loads(self._models, wanted, self._queue, free_bytes, now)
             for model, victims in loads:
                 for victim in victims:
                     self._leave_pool(victim)
                     self._actions.append(act.Evict(victim.spec.id))
                 self._start_load(model)
-        if not self._draining:
-            free_bytes = self._budget_bytes - self._used_bytes
-            if free_bytes >= self._least_bytes:
-                for model in pool_residency.unasked_loads(outside.values(), models, free_bytes):
-                    self._start_load(model)
+        free_bytes = budget_bytes - self._pool.used_bytes
+        if not self._draining and free_bytes >= self._pool.least_bytes:
+            for model in pool_residency.unasked_loads(outside.values(), models, free_bytes):
+                self._start_load(model)
 
     def _start_load(self, model: ModelBook) -> None:
-        model.in_pool = True
-        self._used_bytes += model.spec.weight_bytes
-        del self._outside[model.spec.id]
+        self._pool.entered(model)
         self._actions.append(act.Load(model.spec.id))
 
     def _leave_pool(self, model: ModelBook) -> None:
@@ -276,9 +266,7 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         name = model.spec.id
         for load in self._slices.values():
             self._instances.deactivate(load, name)
-        self._used_bytes -= model.spec.weight_bytes if model.in_pool else 0
-        model.in_pool = model.usable = model.loaded = False
-        self._outside[name] = model
+        self._pool.left(model)
 
     def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
         """Place what can be placed, most urgent first."""
@@ -293,9 +281,9 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
             untried.clear()
         if not (changed or relieved or arrived or untried):
             return
-        names, fresh = set(self._queue.models()), {request.id for request in arrived}
+        names, fresh = set(self._queue.models()), {one.id for one in arrived}
         if not changed and not relieved:  # the first of other models could not be placed before
-            names = {request.model for request in arrived} | (untried & names)
+            names = {one.model for one in arrived} | (untried & names)
         if not names:
             return
         loads, only = self._open()
@@ -306,20 +294,21 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         heapify(heads)
         while heads and loads:
             before, name = heappop(heads)
-            head, turn = self._queue.head(name), self._queue.turn(name)
+            turn = self._queue.turn(name)
             if turn is not None and turn > before:  # its tenant got a place meanwhile
                 heappush(heads, (turn, name))
                 continue
-            if head is None or (only is not None and name not in only):
+            if turn is None or (only is not None and name not in only):
                 continue
+            request = self._queue.request(turn)
             choice = loads
-            if not (anywhere or name in untried or head[1].id in fresh):
+            if not (anywhere or name in untried or request.id in fresh):
                 choice = [load for load in loads if load.slice.id in relieved]
             if self._failing:
                 choice = [load for load in choice if self._failing.open(load, name, now)]
-            placement = self._place(head[1], choice, now)
+            placement = self._place(request, choice, now)
             if placement is not None:
-                self._send(head[1], placement, now)
+                self._send(request, placement, now)
                 if (turn := self._queue.turn(name)) is not None:
                     heappush(heads, (turn, name))
                 if heads:
@@ -392,9 +381,8 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
             if not self._models[name].running and not self._queue.count(name):
                 self._removing.remove(name)
                 self._broken.discard(name)
-                self._urged.pop(name, None)
                 self._failing.forget(name)
                 self._leave_pool(self._models.pop(name))
-                del self._outside[name]
+                self._pool.forget(name)
                 self._actions.append(act.Forget(name))
                 self._changes.pool = True

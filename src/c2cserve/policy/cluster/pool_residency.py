@@ -107,6 +107,56 @@ class ModelBook:
         return not self.in_pool and (self.retry_s is None or now >= self.retry_s)
 
 
+class PoolBooks:
+    """Which models are outside of the pool, and how full it is."""
+
+    def __init__(self) -> None:
+        self.budget_bytes: int | None = None
+        """None: it is not known yet."""
+        self.used_bytes = 0
+        self.least_bytes = 1 << 62
+        """No model was smaller than that."""
+        self.outside: dict[str, ModelBook] = {}
+        self._urged: dict[str, None] = {}
+        """Those of all models that may be `wanted`."""
+
+    def added(self, model: ModelBook) -> None:
+        """Note a new model, in the pool or not."""
+        size = model.spec.weight_bytes
+        self.least_bytes = min(self.least_bytes, size)
+        if model.in_pool:
+            self.used_bytes += size
+        else:
+            self.outside[model.spec.id] = model
+        self.noted(model)
+
+    def noted(self, model: ModelBook) -> None:
+        """Note that it may be `wanted` from now on, or not any more."""
+        if model.replaces or model.held:
+            self._urged[model.spec.id] = None
+
+    def wanted(self) -> list[ModelBook]:
+        """Return the models outside that are `wanted`."""
+        here = [self.outside[name] for name in self._urged if name in self.outside]
+        return [model for model in here if model.wanted]
+
+    def entered(self, model: ModelBook) -> None:
+        """Note that the memory of a model outside is taken."""
+        model.in_pool = True
+        self.used_bytes += model.spec.weight_bytes
+        del self.outside[model.spec.id]
+
+    def left(self, model: ModelBook) -> None:
+        self.used_bytes -= model.spec.weight_bytes if model.in_pool else 0
+        model.in_pool = model.usable = model.loaded = False
+        self.outside[model.spec.id] = model
+
+    def forget(self, name: str) -> None:
+        """Forget a model outside."""
+        del self.outside[name]
+        self._urged.pop(name, None)
+
+
 def impossible(
     absent: Iterable[ModelBook], models: Iterable[ModelBook], budget_bytes: int
 ) -> Iterator[tuple[str, str]]:

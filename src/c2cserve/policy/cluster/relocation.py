@@ -31,6 +31,7 @@ class Relocation:
     def __init__(
         self,
         suspects: Suspects,
+        stealing: Stealing,
         models: dict[str, ModelBook],
         slices: dict[str, SliceLoad],
         queue: WaitingQueue,
@@ -47,7 +48,7 @@ class Relocation:
         self._failing = failing
         self._send_to = send_to
         self._on = on
-        self._stealing = Stealing(slices)
+        self._stealing = stealing
 
     @property
     def held(self) -> bool:

@@ -19,8 +19,13 @@ MayTake = Callable[[SliceLoad, str], bool]
 
 
 class Stealing:
-    def __init__(self, slices: dict[str, SliceLoad]) -> None:
-        self._slices = slices
+    def __init__(
+        self, slices: dict[str, SliceLoad], idle: dict[str, SliceLoad],
+        starting: dict[str, SliceLoad],
+    ) -> None:  # fmt: skip
+        """`idle`: slices without requests. `starting`: those with requests that have no first
+        token. In any order."""
+        self._slices, self._idle, self._starting = slices, idle, starting
         self._asked: dict[str, str] = {}
         """Request that its slice was asked for -> the slice that shall take it; empty: its slice
         has kept it."""
@@ -61,15 +66,13 @@ class Stealing:
         """Return slices on which requests wait behind others, and idle ones. None: one kind is
         missing, so that nothing can be recalled."""
         self.wakeup = None
-        sources: list[SliceLoad] = []
-        for load in self._slices.values():
-            if load.unstarted and load.requests > 1:
-                sources.append(load)
+        if not self._idle:
+            return None
+        sources = [load for load in self._starting.values() if load.requests > 1]
         if not sources:
             return None
         asked = self._asked.values()
-        idle = [one for one in self._slices.values() if not one.requests]
-        idle = [one for one in idle if one.slice.id not in asked]
+        idle = [load for name, load in self._idle.items() if name not in asked]
         return (sources, idle) if idle else None
 
     def recalls(

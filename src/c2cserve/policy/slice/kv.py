@@ -153,7 +153,7 @@ class KvArena:
     def _forget_above(self, slab: int) -> None:
         """Forget spans with cached blocks only that reach beyond a slab."""
         for kv in self._models.values():
-            for span in list(kv.idle):
+            for span in list(kv.idle) if kv.idle else ():
                 if span.first_slab + kv.span_slabs > slab:
                     self._forget_span(kv, span)
 

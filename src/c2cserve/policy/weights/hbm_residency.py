@@ -101,7 +101,9 @@ class Residency:
 
     def forget(self, model: str) -> list[Hashable]:
         """The model leaves the slice for good: what of it was kept."""
-        book = self._models.pop(model, _Model())
+        book = self._models.pop(model, None)
+        if book is None:
+            return []
         self.used_bytes -= sum(book.sizes.values())
         return list(book.sizes)
 

@@ -42,7 +42,7 @@ class Lookahead(in_flight.Lookahead):
     ) -> DecidedSteps | None:
         """Decide the next steps and take memory for them. None: there are less than two, or there
         is not enough memory for all of them."""
-        order = tuple(self.plan(models, now, late_ran))
+        order = self.plan(models, now, late_ran)
         if len(order) < 2:
             return None
         times = times_of(order, len(models))
@@ -50,7 +50,7 @@ class Lookahead(in_flight.Lookahead):
             return None
         return _launch(models, order, times, step_ids, now)
 
-    def plan(self, models: list[ActiveModel], now: float, late_ran: bool) -> list[int]:
+    def plan(self, models: list[ActiveModel], now: float, late_ran: bool) -> tuple[int, ...]:
         """Return which model runs next, then next, and so on: indices into `models`, which are all
         that have requests here."""
         steps, favourite = self._steps, None
@@ -61,15 +61,15 @@ class Lookahead(in_flight.Lookahead):
             left = min(left, _decodes_left(model))
             too_many = len(model.seqs) > self._max_batch
             if left < 2 or model.time.decode_step_s(len(model.seqs)) <= 0.0 or too_many:
-                return []
+                return ()
         if len(models) < 2:
-            return [0] * left if models else []
+            return (0,) * left if models else ()
         names = [model.name for model in models]
         if self._swapping is not None:
             favourite = self._swapping.favourite(names, now)
         top = -1 if favourite is None else names.index(favourite)
         paces = [model.tpot_s if self._by_headroom else 0.0 for model in models]
-        return _order(models, paces, top, steps, left, now, late_ran)
+        return tuple(_order(models, paces, top, steps, left, now, late_ran))
 
 
 def _order(
@@ -185,7 +185,7 @@ def _launch(
     first = launched[0].step
     if len(launched) == 1:
         launched[0].model.last_step = first.id
-        run = RunStep(first, (), (0,) * len(order))
+        run = RunStep(first, (), order if len(models) == 1 else (0,) * len(order))
     else:
         first_id = step_ids.take(len(order))
         last = [0] * len(times)
