@@ -347,7 +347,7 @@ class Admission:
 
     def taking(self, loads: list[SliceLoad], request: Request) -> list[SliceLoad]:
         """Return the slices that start the requests they have soon enough to be sent another."""
-        if self._goes_anywhere(request):
+        if not self._starts.distrusted or self._goes_anywhere(request):
             return loads
         ttft_s, starts = request.slo.ttft_s, self._starts
         return [one for one in loads if not starts.full(one.slice.id, one.unstarted, ttft_s)]

@@ -64,6 +64,8 @@ class _Slice:
 class Starts:
     def __init__(self) -> None:
         self._slices: dict[str, _Slice] = {}
+        self.distrusted: set[str] = set()
+        """Slices of which predictions are not trusted now: others are never full."""
         self._changing: set[str] = set()
         """Slices that requests were sent to or left since the last `refresh`, and those with
         something to learn."""
@@ -89,6 +91,10 @@ class Starts:
                 crowded = 2 * waiting(slice_id) >= MANY
                 one.learn(now, crowded=crowded)
                 one.started.refresh(now, saturated=crowded)
+                if one.trusted:
+                    self.distrusted.discard(slice_id)
+                else:
+                    self.distrusted.add(slice_id)
                 if crowded or not one.settled:
                     self._changing.add(slice_id)
 

@@ -19,7 +19,7 @@ from c2cserve.core.step import Lane, SeqStep, Step
 from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight, spare_tokens
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.faults import Faults, groups, set_apart
-from c2cserve.policy.slice.in_flight import Lookahead, StepNumbers
+from c2cserve.policy.slice.in_flight import Lookahead, StepNumbers, outcomes_of
 from c2cserve.policy.slice.lanes import Lanes
 from c2cserve.policy.slice.slice_memory import SliceMemory, with_kv_end
 from c2cserve.policy.slice.strategies import ExtraT, SliceStrategies, live_strategies
@@ -166,17 +166,16 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
             self._give_back(seq)
 
     def _step_done(self, event: ev.StepDone) -> None:
-        flight = self._in_flight.landed(event.step_id)
-        times = event.times
+        flight, times = self._in_flight.landed(event.step_id), event.times
         if times and not all(seq.ended for seq in flight.seqs):  # else nothing ran
             kept = self._weights.streams(flight.step.model) is not None
             if not (flight.parked and kept):  # else most of it ran while its weights arrived
                 took_s = event.compute_s / times
                 flight.model.time.learn(flight.decodes, flight.prefill_tokens, took_s)
             self._lanes.landed(flight.step.model, event.streamed_bytes)
-        outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
-        for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
-            self._land(seq, part, outcomes.get(part.request_id), times)
+        outcomes = outcomes_of(flight.step, event)
+        for part, seq, outcome in zip(flight.step.seqs, flight.seqs, outcomes, strict=True):
+            self._land(seq, part, outcome, times)
         self._retire(flight.model)
 
     def _step_failed(self, step_id: int, reason: str) -> None:
@@ -262,7 +261,8 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
             seq.sent_s = now
         self._came.clear()
         self._shares.refresh(now)
-        self._actions += self._weights.plan(now, self._in_flight.models())
+        if self._weights.plans:
+            self._actions += self._weights.plan(now, self._in_flight.models())
         self._wakeup = self._weights.wakeup
         lanes = self._lanes.in_order()
         if self._rotation is not None and any(self._may_launch(lane, now) for lane in lanes):

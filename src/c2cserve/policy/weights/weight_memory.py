@@ -13,6 +13,8 @@ class WeightMemory:
     """Decides which models' weights lie in the slice's memory, beside KV. Here no model's do: steps
     read weights where they lie, and the executor may cache them."""
 
+    plans = False
+    """Whether `plan` ever returns something."""
     wakeup: float | None = None
     """When `plan` has to be asked again, in clock seconds."""
 

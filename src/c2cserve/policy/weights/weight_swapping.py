@@ -62,6 +62,8 @@ class WeightSwapping(WeightMemory):
     """Books of one slice's kept weights. What KV has not taken of the arena, and what of the
     slice's memory lies outside of it, is theirs."""
 
+    plans = True
+
     def __init__(self, arena: KvArena, slice_: Slice, *, rotates: bool) -> None:
         """`rotates`: models with requests leave for others; else they stay until they end."""
         super().__init__(arena)
@@ -217,10 +219,7 @@ class WeightSwapping(WeightMemory):
         """Return the absent models with requests by when their next tokens are due, and when."""
         for name in [name for name, one in self._asked.items() if not one.model.seqs]:
             del self._asked[name]
-        out = [(one.due_s, name) for name, one in self._asked.items() if one.absent]
-        if len(out) > 1:
-            out.sort()
-        return out
+        return sorted([(one.due_s, name) for name, one in self._asked.items() if one.absent])
 
     def _reconsider(self, now: float) -> None:
         """Models whose loads were refused may be loaded again once KV reaches less far. After a

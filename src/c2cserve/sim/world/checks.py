@@ -99,16 +99,20 @@ class BlockBook:
         end, slab_bytes = self.slice.kv_bytes - size, self.slice.slab_bytes
         self.held_bytes += size * len(offsets)
         owners, held = self.owners, self.held
+        slab = base = bits = -1
         for offset in list(offsets):
             assert 0 <= offset <= end, "a block lies outside of the arena"
-            slab = offset // slab_bytes
-            bits, bit = held[slab], 1 << (offset - slab * slab_bytes) // size
-            if bits:
-                assert owners[slab] == model, "a slab holds blocks of two models"
-                assert not bits & bit, "a block has two owners"
-            else:
+            if slab < 0 or not base <= offset < base + slab_bytes:  # many lie in one slab
+                if slab >= 0:
+                    held[slab] = bits
+                slab = offset // slab_bytes
+                base, bits = slab * slab_bytes, held[slab]
+                assert not bits or owners[slab] == model, "a slab holds blocks of two models"
                 owners[slab] = model
-            held[slab] = bits | bit
+            bit = 1 << (offset - base) // size
+            assert not bits & bit, "a block has two owners"
+            bits |= bit
+        held[slab] = bits
         self._check_memory()
 
     def _shares(self, seq: SeqState, offset: int) -> bool:
@@ -128,11 +132,17 @@ class BlockBook:
             return
         size, held, slab_bytes = seq.spec.kv_block_bytes, self.held, self.slice.slab_bytes
         self.held_bytes -= size * len(offsets)
+        slab = base = bits = -1
         for offset in list(offsets):
-            slab = offset // slab_bytes
-            bits, bit = held[slab], 1 << (offset - slab * slab_bytes) // size
+            if slab < 0 or not base <= offset < base + slab_bytes:
+                if slab >= 0:
+                    held[slab] = bits
+                slab = offset // slab_bytes
+                base, bits = slab * slab_bytes, held[slab]
+            bit = 1 << (offset - base) // size
             assert bits & bit, "a block is given back that has no holder"
-            held[slab] = bits ^ bit
+            bits ^= bit
+        held[slab] = bits
 
     def _has_sharer(self, offset: int) -> bool:
         """Return whether another sequence holds the block too, and count one holder less."""
