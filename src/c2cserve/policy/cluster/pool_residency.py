@@ -225,8 +225,9 @@ def asked_loads(
     free_bytes: int,
     now: float,
 ) -> Iterator[tuple[ModelBook, list[ModelBook]]]:
-    """Yield which models that requests in `queue` need, or that are `wanted`, can be loaded, the
-    most urgent first, and which others are evicted for each. `free_bytes`: of the pool."""
+    """Yield which models can be loaded of those that requests in `queue` need or that are `wanted`,
+    the most urgent first. Yield also which others are evicted for each. `free_bytes`: of the
+    pool."""
     waiting = queue.models()
     asked = [
         (head[0], name) for name in waiting

@@ -115,8 +115,8 @@ class InFlight:
 def outcomes_of(step: Step, event: StepDone) -> list[SeqOutcome | None]:
     """Return the outcome of each sequence of a step that is done; None: it has none. They nearly
     always come in the step's order."""
-    outcomes, found = event.outcomes, list[SeqOutcome | None]()
-    at = 0
+    outcomes, at = event.outcomes, 0
+    found: list[SeqOutcome | None] = []
     for part in step.seqs:
         if at < len(outcomes) and outcomes[at].request_id == part.request_id:
             found.append(outcomes[at])

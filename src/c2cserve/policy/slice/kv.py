@@ -212,7 +212,7 @@ class KvArena:
                     continue
                 kv.filling = span
             more = min(len(span.free), count - len(taken))
-            taken += span.free[-more:]
+            taken = taken + span.free[-more:] if taken else span.free[-more:]
             del span.free[-more:]
             if not span.free:
                 self._not_roomy(kv, span)

@@ -165,7 +165,8 @@ class Compute:
     def _begin(self, step: Step, times: int) -> Parts:
         """Begin a step that runs `times` times, and return its sequences. Requests that have ended
         since it was decided are not among them."""
-        seqs, book, parts = self._seqs, self._book, Parts()
+        seqs, book = self._seqs, self._book
+        parts: Parts = []
         for part in step.seqs:
             seq = seqs.get(part.request_id)
             if seq is None:
