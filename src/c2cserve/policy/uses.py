@@ -49,7 +49,8 @@ class Uses:
         """Return the rate; 0 if it was never used."""
         if not self.times_s:
             return 0.0
-        return len(self.times_s) / max(1e-3, now - self.times_s[0], self.apart_s)
+        since_s = max(now - self.times_s[0], self.apart_s)
+        return len(self.times_s) / max(1e-3, since_s)
 
 
 def note_use(uses: dict[str, Uses], model: ModelSpec, now: float) -> None:

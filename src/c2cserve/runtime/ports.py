@@ -27,3 +27,7 @@ class Recorder(Protocol[E_contra, A_contra]):
     def __call__(
         self, now: float, events: Sequence[E_contra], actions: Sequence[A_contra]
     ) -> None: ...
+
+
+def no_record(now: float, events: Sequence[object], actions: Sequence[object]) -> None:
+    """Record nothing."""

@@ -75,7 +75,3 @@ def both(first: Recorder[Any, Any], second: Recorder[Any, Any]) -> Recorder[Any,
         second(now, events, actions)
 
     return record
-
-
-def no_record(now: float, events: Sequence[object], actions: Sequence[object]) -> None:
-    """Record nothing."""

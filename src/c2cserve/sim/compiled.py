@@ -53,7 +53,7 @@ _INTERPRETED = {
 _NOT_SIMULATED = "policy/fleet"
 _ENV = "C2CSERVE_COMPILED"
 _GROUP = "c2cserve_simulation"
-_NEW_OBJECTS = 50_000
+_NEW_OBJECTS = 500_000
 """Objects that are made and not freed before Python looks for cycles among them. By its own 700 it
 took 2 % of the time. A simulation makes none for requests."""
 _FIX = "python -m c2cserve.sim.compiled"

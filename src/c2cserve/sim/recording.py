@@ -12,8 +12,8 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.policy_names import OWN
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.slice.strategies import live_steps_in_flight
-from c2cserve.runtime.ports import Recorder
-from c2cserve.runtime.record import Record, no_record
+from c2cserve.runtime.ports import Recorder, no_record
+from c2cserve.runtime.record import Record
 from c2cserve.runtime.replay import SIMULATED
 
 Recorders = Callable[[Slice | None], Recorder[Any, Any]]

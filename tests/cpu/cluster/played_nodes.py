@@ -15,8 +15,7 @@ from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling, S
 from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.policy.fleet.policy import FleetPolicy
 from c2cserve.runtime.gateway import ModelFiles, Refused, SliceStatus, Snapshot
-from c2cserve.runtime.ports import Recorder
-from c2cserve.runtime.record import no_record
+from c2cserve.runtime.ports import Recorder, no_record
 from c2cserve.server.access.keyring import Keyring
 from c2cserve.serving.controller.host import HostedModel
 from c2cserve.serving.front.gateway import FleetGateway

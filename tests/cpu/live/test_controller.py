@@ -13,7 +13,7 @@ from c2cserve.core.model import ModelSpec, ModelState
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling
 from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.runtime.gateway import ModelFiles, Refused
-from c2cserve.runtime.record import no_record
+from c2cserve.runtime.ports import no_record
 from c2cserve.serving.controller import controller as controllers
 from c2cserve.serving.controller.controller import Controller
 from c2cserve.serving.controller.directory import Directory, ModelRecord

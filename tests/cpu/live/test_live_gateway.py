@@ -12,7 +12,7 @@ import pytest
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job, Request, Sampling
 from c2cserve.runtime.gateway import ModelFiles, Refused
-from c2cserve.runtime.record import no_record
+from c2cserve.runtime.ports import no_record
 from c2cserve.serving.controller.fleet import Fleet, FleetDown, FleetSettings
 from c2cserve.serving.controller.gateway import LiveGateway
 from c2cserve.serving.controller.host import HostedModel, ModelHost

@@ -191,7 +191,7 @@ def test_what_fits_is_kept_also_before_any_time_is_known(hand: Hand) -> None:
 
 
 def test_a_model_larger_than_the_memory_streams(hand: Hand) -> None:
-    hand.policy._budget_bytes = 10_000
+    hand.policy._pool.budget_bytes = 10_000
     hand.ready(sized("a", 3000))
     actions = hand.arrive("a1", model="a")
     assert Activate("a", "g", keep=False) in actions

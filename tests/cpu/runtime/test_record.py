@@ -12,7 +12,8 @@ from slice_world import SliceTestWorld
 
 from c2cserve.core.events import Draining
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.runtime.record import Record, no_record
+from c2cserve.runtime.ports import no_record
+from c2cserve.runtime.record import Record
 from c2cserve.runtime.replay import RecordError, replay
 
 

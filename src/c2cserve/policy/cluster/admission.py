@@ -107,8 +107,8 @@ class Admission:
     """Looks at requests that could not be placed, and tells which of them to refuse."""
 
     def __init__(
-        self, settings: AdmissionSettings, queue: WaitingQueue, models: Mapping[str, ModelBook],
-        slices: Mapping[str, SliceLoad], shares: FairShares,
+        self, settings: AdmissionSettings, queue: WaitingQueue, models: dict[str, ModelBook],
+        slices: dict[str, SliceLoad], shares: FairShares,
     ) -> None:  # fmt: skip
         self._settings = settings
         self._shares = shares
@@ -185,7 +185,7 @@ class Admission:
         self._ended.clear()
         self._starts.refresh(self._unstarted, now)
         self._age(now)
-        if not self._queue or not self._queue.punctual(self._usable, displaced=False):
+        if not self._punctual():
             self._standing.note(waiting=False, now=now)
 
     def end(self, now: float) -> None:
@@ -229,11 +229,15 @@ class Admission:
     def refused(self, now: float, arrived: Sequence[Request]) -> Iterable[Reject]:
         """Refuse newcomers that could not be placed, and look at all others once in a while. Each
         one that is yielded must leave the queue before the next."""
-        if self._queue:
+        if self._queue and (arrived or now >= self.recheck_s):
             return self._refused(now, arrived)
         self._looked(now)
-        self._standing.note(waiting=False, now=now)
+        self._standing.note(waiting=self._punctual(), now=now)
         return ()
+
+    def _punctual(self) -> bool:
+        """Return whether fresh requests of usable models wait that are not late."""
+        return bool(self._queue and self._queue.punctual(self._usable, displaced=False))
 
     def _looked(self, now: float) -> bool:
         """Note that requests are looked at. Return whether it is time to look at all of them."""
@@ -246,12 +250,8 @@ class Admission:
     def _refused(self, now: float, arrived: Sequence[Request]) -> Iterator[Reject]:
         yield from self._too_many(arrived)
         everybody = self._looked(now)
-        if not self._queue:
-            self._standing.note(waiting=False, now=now)
-            return
+        self._standing.note(waiting=self._punctual(), now=now)
         punctual = self._queue.punctual(self._usable)
-        fresh = self._queue.punctual(self._usable, displaced=False)
-        self._standing.note(waiting=bool(fresh), now=now)
         new = {request.id for request in arrived}
         if any(one in self._queue and self._queue.fresh(one) for one in new):
             self._standing.press(now)
@@ -347,7 +347,7 @@ class Admission:
 
     def taking(self, loads: list[SliceLoad], request: Request) -> list[SliceLoad]:
         """Return the slices that start the requests they have soon enough to be sent another."""
-        if self._goes_anywhere(request):
+        if not self._starts.distrusted or self._goes_anywhere(request):
             return loads
         ttft_s, starts = request.slo.ttft_s, self._starts
         return [one for one in loads if not starts.full(one.slice.id, one.unstarted, ttft_s)]

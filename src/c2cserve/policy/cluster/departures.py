@@ -1,6 +1,6 @@
 """Requests that leave: refused, cancelled, finished, or taken from their slices."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -34,7 +34,7 @@ class Departures(Generic[ExtraT]):
     `changes`, and the actions that it takes are appended to `actions`."""
 
     def __init__(
-        self, models: Mapping[str, ModelBook], queue: WaitingQueue, shares: FairShares,
+        self, models: dict[str, ModelBook], queue: WaitingQueue, shares: FairShares,
         instances: Instances[ExtraT], admission: Admission, relocation: Relocation,
         changes: Changes, actions: list[act.ClusterAction | ExtraT],
     ) -> None:  # fmt: skip

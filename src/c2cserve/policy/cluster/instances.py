@@ -34,6 +34,10 @@ class Instances(Generic[ExtraT]):
         self._outputs = outputs
         self._actions = actions
         self.slices: dict[str, SliceLoad] = {}
+        self.idle: dict[str, SliceLoad] = {}
+        """Slices without requests,"""
+        self.starting: dict[str, SliceLoad] = {}
+        """and those with requests that have no first token."""
         self.where: dict[str, tuple[str, str]] = {}
         """Dispatched request -> model, slice."""
         self.recalled: dict[str, str] = {}
@@ -53,11 +57,14 @@ class Instances(Generic[ExtraT]):
         load = SliceLoad(slice_, profiled=self._profile_of(slice_.id))
         if self._rules.opened(slice_, load):
             self.slices[slice_.id] = load
+            self._sort(load)
 
     def slice_lost(self, slice_id: str, displaced: Iterable[Request]) -> list[str]:
         """Forget the slice. Return the model of each request that was there, or was on its way
         back."""
         load = self.slices.pop(slice_id, None)
+        self.idle.pop(slice_id, None)
+        self.starting.pop(slice_id, None)
         ids = [one.id for one in displaced]
         back = [self.recalled.pop(name) for name in ids if name in self.recalled]
         if load is None:
@@ -65,19 +72,30 @@ class Instances(Generic[ExtraT]):
         lost = [request_id for one in load.active.values() for request_id in one.jobs]
         return back + [self.where.pop(request_id)[0] for request_id in lost]
 
+    def _sort(self, load: SliceLoad) -> None:
+        """Note whether the slice has requests, and some without a first token."""
+        if load.requests:
+            self.idle.pop(load.slice.id, None)
+        else:
+            self.idle[load.slice.id] = load
+        if load.unstarted:
+            self.starting[load.slice.id] = load
+        else:
+            self.starting.pop(load.slice.id, None)
+
     def apply(self, event: ev.InstanceEvent) -> None:
         match event:
+            case ev.InstanceLoading() | ev.InstanceReady() | ev.KvResized():
+                load = self.slices.get(event.slice_id)
+                instance = None if load is None else load.active.get(event.model)
+                if load is not None and instance is not None:
+                    self._changed(load, instance, event)
             case ev.TokensSent():
                 self._tokens_sent(event)
             case ev.StepTimes():
                 self._measured(event)
             case ev.Profiled():
                 self._profiled(event)
-            case ev.InstanceLoading() | ev.InstanceReady() | ev.KvResized():
-                load = self.slices.get(event.slice_id)
-                instance = None if load is None else load.active.get(event.model)
-                if load is not None and instance is not None:
-                    self._changed(load, instance, event)
 
     def _changed(self, load: SliceLoad, instance: Instance, event: Changed) -> None:
         match event:
@@ -118,7 +136,9 @@ class Instances(Generic[ExtraT]):
     def first_token(self, request_id: str, ttft_s: float) -> None:
         if request_id in self.where:
             model, slice_id = self.where[request_id]
-            self.slices[slice_id].first_token(model, request_id, ttft_s)
+            load = self.slices[slice_id]
+            load.first_token(model, request_id, ttft_s)
+            self._sort(load)
 
     def left(self, request_id: str) -> str | None:
         """The request is on no slice any more, nor on its way from one. Return its model."""
@@ -127,6 +147,7 @@ class Instances(Generic[ExtraT]):
         model, slice_id = self.where.pop(request_id)
         load = self.slices[slice_id]
         load.remove(model, request_id)
+        self._sort(load)
         self._rules.left(load, load.active[model])
         return model
 
@@ -145,6 +166,7 @@ class Instances(Generic[ExtraT]):
             self._actions += self._rules.joined(load, load.active[spec.id], placement)
         mean = self._outputs.mean(spec.id)
         load.add(request, expected_kv_bytes(request, spec, mean), kept=kept, now=now)
+        self._sort(load)
         self.where[request.id] = (spec.id, load.slice.id)
         dispatch = act.Dispatch(request.id, load.slice.id)
         delayed = load.active[spec.id].delayed

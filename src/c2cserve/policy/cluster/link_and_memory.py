@@ -106,8 +106,8 @@ class LinkAndMemory(Budgets):
         back = load.keeps and not instance.jobs and not instance.streams
         return instance.spec.weight_bytes if back else 0
 
-    def freed_bytes(self, load: SliceLoad, instance: Instance) -> int:
-        return 0 if load.keeps else instance.spec.weight_bytes
+    def frees(self, load: SliceLoad) -> bool:
+        return not load.keeps
 
     def displaces(self, ask: Ask, load: SliceLoad) -> bool:
         weights = 0 if ask.spec.id in load.active else ask.spec.weight_bytes

@@ -67,8 +67,8 @@ class Budgets(Protocol):
         """Return the memory that the instance's weights take once it has a request again."""
         ...
 
-    def freed_bytes(self, load: SliceLoad, instance: Instance) -> int:
-        """Return the memory that is free once the instance, without requests, is deactivated."""
+    def frees(self, load: SliceLoad) -> bool:
+        """Return whether memory is free once an instance without requests is deactivated."""
         ...
 
     def displaces(self, ask: Ask, load: SliceLoad) -> bool:
@@ -205,7 +205,7 @@ def place(
     request: Request,
     spec: ModelSpec,
     kv_bytes: float,
-    loads: Iterable[SliceLoad],
+    loads: list[SliceLoad],
     value: Value,
     now: float,
     *,
@@ -369,9 +369,10 @@ def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Victims | Non
     None: a model with requests would have to. The request's own model does not, with or without
     requests."""
     places = load.slice.max_active - len(load.active)
-    if places >= models and ask.budgets.holds(ask, load, weights):
+    holds, frees = ask.budgets.holds(ask, load, weights), ask.budgets.frees(load)
+    if places >= models and holds:
         return (), ()
-    if not load.unused:
+    if not load.unused or not (holds or frees):
         return None
     victims: list[str] = []
     unused = [(ask.value(name), name) for name, one in load.active.items() if not one.jobs]
@@ -381,7 +382,7 @@ def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Victims | Non
         if name == ask.spec.id:
             continue
         victims.append(name)
-        weights -= ask.budgets.freed_bytes(load, load.active[name])
+        weights -= load.active[name].spec.weight_bytes if frees else 0
         if places + len(victims) >= models and ask.budgets.holds(ask, load, weights):
             return tuple(victims), ask.value(victims[-1])
     return None

@@ -16,10 +16,11 @@ from c2cserve.policy.cluster.failing import Failing
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.cluster.instances import Instances
 from c2cserve.policy.cluster.placement import active_if_full, awaited
-from c2cserve.policy.cluster.pool_residency import ModelBook
+from c2cserve.policy.cluster.pool_residency import ModelBook, PoolBooks
 from c2cserve.policy.cluster.queue import WaitingQueue
 from c2cserve.policy.cluster.relocation import Relocation, earlier
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
+from c2cserve.policy.cluster.stealing import Stealing
 from c2cserve.policy.cluster.strategies import ExtraT, Strategies, live_strategies
 from c2cserve.policy.cluster.suspects import Suspects
 
@@ -34,10 +35,8 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
     ) -> None:  # fmt: skip
         settings, strategies = settings or AdmissionSettings(), strategies or live_strategies()
         self._placing, self._outputs = strategies.placing, strategies.outputs
-        self._budget_bytes: int | None = None
         self._models: dict[str, ModelBook] = {}
-        self._outside: dict[str, ModelBook] = {}
-        """Those that are not in the pool."""
+        self._pool = PoolBooks()
         self._shares = shares = FairShares()
         self._queue = queue = WaitingQueue(shares)
         self._actions: list[act.ClusterAction | ExtraT] = []
@@ -45,8 +44,9 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._slices, self._where = self._instances.slices, self._instances.where
         self._admission = Admission(settings, queue, self._models, self._slices, shares)
         self._failing = Failing(self._slices, self._instances.deactivate)
+        stealing = Stealing(self._slices, self._instances.idle, self._instances.starting)
         self._relocation = Relocation(
-            Suspects(settings.no_slice_grace_s), self._models, self._slices, self._queue,
+            Suspects(settings.no_slice_grace_s), stealing, self._models, self._slices, self._queue,
             self._failing, self._send_to, on=strategies.placing.ours,
         )  # fmt: skip
         self._changes = Changes()
@@ -89,7 +89,12 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._departures.relieve(event.request_id)
 
     def _apply_rare(self, event: ev.ClusterEvent) -> None:
-        match event:
+        match event:  # frequent ones first, as cases are tried one by one
+            case ev.InstanceLoading() | ev.TokensSent() | ev.StepTimes():
+                self._instances.apply(event)
+            case ev.InstanceReady() | ev.KvResized() | ev.Profiled():
+                self._instances.apply(event)
+                self._changes.room = True
             case ev.Cancelled(request_id):
                 if not self._departures.cancelled(request_id):
                     self._arrived = [r for r in self._arrived if r.id != request_id]
@@ -102,11 +107,6 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
                 self._slice_lost(slice_id, displaced)
             case ev.Draining():
                 self._draining = True
-            case ev.StepTimes() | ev.TokensSent() | ev.InstanceLoading():
-                self._instances.apply(event)
-            case ev.Profiled() | ev.InstanceReady() | ev.KvResized():
-                self._instances.apply(event)
-                self._changes.room = True
             case ev.Recalled(request) | ev.Returned(request):
                 self._relocation.returned(event)
                 if self._departures.left(request.id) is not None:
@@ -125,13 +125,14 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._changes.pool = self._changes.room = True
         match event:
             case ev.PoolState(budget_bytes):
-                self._budget_bytes = budget_bytes
+                self._pool.budget_bytes = budget_bytes
             case ev.ModelAdded(spec, replaces, in_pool):
                 book = self._models[spec.id] = ModelBook(spec, replaces, in_pool)
-                self._outside |= {} if in_pool else {spec.id: book}
+                self._pool.added(book)
             case ev.ModelUsable(name) | ev.ModelWanted(name) | ev.ModelUsed(name):
                 if name in self._models:
                     self._models[name].note(event)
+                    self._pool.noted(self._models[name])
             case ev.ModelLoaded(name):
                 self._models[name].arrived()
                 self._broken.discard(name)
@@ -187,7 +188,8 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._forget()
         self._actions += self._relocation.recalls(now)
         self._admission.end(now)
-        actions, self._actions[:] = [*self._actions], []
+        actions = self._actions[:]
+        self._actions.clear()
         return actions
 
     def _admit(self, request: Request) -> None:
@@ -231,31 +233,32 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
 
     def _load(self, now: float) -> None:
         """Load what is asked for, evicting what is not used; then load what there is room for."""
-        self._changes.pool = False
-        if self._budget_bytes is None or not self._outside:
+        self._changes.pool, budget_bytes = False, self._pool.budget_bytes
+        if budget_bytes is None or not self._pool.outside:
             return
-        models = self._models.values()
+        models, outside = self._models.values(), self._pool.outside
         # Also of requests that waited already: a model may have been pinned since.
-        absent = [m for n in sorted(self._queue.models()) if not (m := self._models[n]).in_pool]
-        for name, why in pool_residency.impossible(absent, models, self._budget_bytes):
-            for request in self._queue.of(name):
-                self._departures.reject(request, 503, why, 60.0)
-        loads = pool_residency.asked_loads(
-            self._models, self._outside, self._queue, self._budget_bytes, now
-        )
-        for model, victims in loads:
-            for victim in victims:
-                self._leave_pool(victim)
-                self._actions.append(act.Evict(victim.spec.id))
-            self._start_load(model)
-        if not self._draining:
-            outside = self._outside.values()
-            for model in pool_residency.unasked_loads(outside, models, self._budget_bytes):
+        absent = [outside[name] for name in sorted(self._queue.models()) if name in outside]
+        if absent:
+            for name, why in pool_residency.impossible(absent, models, budget_bytes):
+                for request in self._queue.of(name):
+                    self._departures.reject(request, 503, why, 60.0)
+        wanted = self._pool.wanted()
+        if absent or wanted:
+            free_bytes = budget_bytes - self._pool.used_bytes
+            loads = pool_residency.asked_loads(self._models, wanted, self._queue, free_bytes, now)
+            for model, victims in loads:
+                for victim in victims:
+                    self._leave_pool(victim)
+                    self._actions.append(act.Evict(victim.spec.id))
+                self._start_load(model)
+        free_bytes = budget_bytes - self._pool.used_bytes
+        if not self._draining and free_bytes >= self._pool.least_bytes:
+            for model in pool_residency.unasked_loads(outside.values(), models, free_bytes):
                 self._start_load(model)
 
     def _start_load(self, model: ModelBook) -> None:
-        model.in_pool = True
-        del self._outside[model.spec.id]
+        self._pool.entered(model)
         self._actions.append(act.Load(model.spec.id))
 
     def _leave_pool(self, model: ModelBook) -> None:
@@ -263,8 +266,7 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         name = model.spec.id
         for load in self._slices.values():
             self._instances.deactivate(load, name)
-        model.in_pool = model.usable = model.loaded = False
-        self._outside[name] = model
+        self._pool.left(model)
 
     def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
         """Place what can be placed, most urgent first."""
@@ -272,14 +274,16 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         changed, self._changes.room = self._changes.room, False
         if not self._queue:
             return
-        names, fresh = set(self._queue.models()), {request.id for request in arrived}
         anywhere, untried = changed or not self._placing.ours, self._queue.uncovered
         if self._placing.polls:
             changed = now >= self._admission.recheck_s
             relieved.clear()
             untried.clear()
+        if not (changed or relieved or arrived or untried):
+            return
+        names, fresh = set(self._queue.models()), {one.id for one in arrived}
         if not changed and not relieved:  # the first of other models could not be placed before
-            names = {request.model for request in arrived} | (untried & names)
+            names = {one.model for one in arrived} | (untried & names)
         if not names:
             return
         loads, only = self._open()
@@ -290,20 +294,21 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         heapify(heads)
         while heads and loads:
             before, name = heappop(heads)
-            head, turn = self._queue.head(name), self._queue.turn(name)
+            turn = self._queue.turn(name)
             if turn is not None and turn > before:  # its tenant got a place meanwhile
                 heappush(heads, (turn, name))
                 continue
-            if head is None or (only is not None and name not in only):
+            if turn is None or (only is not None and name not in only):
                 continue
+            request = self._queue.request(turn)
             choice = loads
-            if not (anywhere or name in untried or head[1].id in fresh):
+            if not (anywhere or name in untried or request.id in fresh):
                 choice = [load for load in loads if load.slice.id in relieved]
             if self._failing:
                 choice = [load for load in choice if self._failing.open(load, name, now)]
-            placement = self._place(head[1], choice, now)
+            placement = self._place(request, choice, now)
             if placement is not None:
-                self._send(head[1], placement, now)
+                self._send(request, placement, now)
                 if (turn := self._queue.turn(name)) is not None:
                     heappush(heads, (turn, name))
                 if heads:
@@ -332,10 +337,8 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
 
     def _open(self) -> tuple[list[SliceLoad], set[str] | None]:
         """Return the slices that take more requests, and the only models they take (None: any)."""
-        loads = [
-            one for one in self._slices.values()
-            if one.requests < one.most_requests and not self._relocation.closed(one)
-        ]  # fmt: skip
+        loads = [one for one in self._slices.values() if one.requests < one.most_requests]
+        loads = self._relocation.open(loads)
         return loads, active_if_full(loads) if self._placing.ours else None
 
     def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:
@@ -380,6 +383,6 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
                 self._broken.discard(name)
                 self._failing.forget(name)
                 self._leave_pool(self._models.pop(name))
-                del self._outside[name]
+                self._pool.forget(name)
                 self._actions.append(act.Forget(name))
                 self._changes.pool = True

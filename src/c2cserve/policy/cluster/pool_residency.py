@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 
 from c2cserve.core.backoff import back_off_s
 from c2cserve.core.events import ModelUsable, ModelUsed, ModelWanted
@@ -13,6 +14,10 @@ _RETRY_FIRST_S = 5.0
 _RETRY_MOST_S = 60.0
 _UNASKED_LOADS_MAX = 2
 """Loads at a time that no request waits for: one that is asked for must not queue behind many."""
+
+
+Unused = tuple[tuple[bool, float], float, str, "ModelBook"]
+"""A model that may leave the pool, and by what it is compared with others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,8 +107,54 @@ class ModelBook:
         return not self.in_pool and (self.retry_s is None or now >= self.retry_s)
 
 
-def used_bytes(models: Iterable[ModelBook]) -> int:
-    return sum(model.spec.weight_bytes for model in models if model.in_pool)
+class PoolBooks:
+    """Which models are outside of the pool, and how full it is."""
+
+    def __init__(self) -> None:
+        self.budget_bytes: int | None = None
+        """None: it is not known yet."""
+        self.used_bytes = 0
+        self.least_bytes = 1 << 62
+        """No model was smaller than that."""
+        self.outside: dict[str, ModelBook] = {}
+        self._urged: dict[str, None] = {}
+        """Those of all models that may be `wanted`."""
+
+    def added(self, model: ModelBook) -> None:
+        """Note a new model, in the pool or not."""
+        size = model.spec.weight_bytes
+        self.least_bytes = min(self.least_bytes, size)
+        if model.in_pool:
+            self.used_bytes += size
+        else:
+            self.outside[model.spec.id] = model
+        self.noted(model)
+
+    def noted(self, model: ModelBook) -> None:
+        """Note that it may be `wanted` from now on, or not any more."""
+        if model.replaces or model.held:
+            self._urged[model.spec.id] = None
+
+    def wanted(self) -> list[ModelBook]:
+        """Return the models outside that are `wanted`."""
+        here = [self.outside[name] for name in self._urged if name in self.outside]
+        return [model for model in here if model.wanted]
+
+    def entered(self, model: ModelBook) -> None:
+        """Note that the memory of a model outside is taken."""
+        model.in_pool = True
+        self.used_bytes += model.spec.weight_bytes
+        del self.outside[model.spec.id]
+
+    def left(self, model: ModelBook) -> None:
+        self.used_bytes -= model.spec.weight_bytes if model.in_pool else 0
+        model.in_pool = model.usable = model.loaded = False
+        self.outside[model.spec.id] = model
+
+    def forget(self, name: str) -> None:
+        """Forget a model outside."""
+        del self.outside[name]
+        self._urged.pop(name, None)
 
 
 def impossible(
@@ -138,80 +189,78 @@ def unwaited(
             yield (False, float("-inf"), ""), model.spec.id
 
 
-def evictable(models: Iterable[ModelBook], waiting: Collection[str], now: float) -> list[ModelBook]:
-    """Return the models that may leave the pool, least often used first. None of them is pinned,
-    still loading, or in use (with requests running or in `waiting`)."""
+def evictable(models: Iterable[ModelBook], waiting: Collection[str], now: float) -> list[Unused]:
+    """Return the models that may leave the pool, as a heap: least often used first. None of them is
+    pinned, still loading, or in use (with requests running or in `waiting`)."""
     unused = [
-        m for m in models
+        (m.keep_value(now), m.last_used_s, m.spec.id, m) for m in models
         if m.loaded and not m.running and not m.spec.pinned and m.spec.id not in waiting
     ]  # fmt: skip
-    return sorted(unused, key=lambda m: (m.keep_value(now), m.last_used_s, m.spec.id))
+    heapify(unused)
+    return unused
 
 
-def evictions(unused: Collection[ModelBook], lacking: int) -> list[ModelBook] | None:
-    """Return which of the `evictable` to evict for so many bytes, none in vain. None: not
-    enough."""
-    if sum(model.spec.weight_bytes for model in unused) < lacking:
+def evictions(unused: list[Unused], lacking: int) -> list[ModelBook] | None:
+    """Take the models to evict for so many bytes from the `evictable` ones, none in vain. None:
+    there are not enough."""
+    if sum([one[-1].spec.weight_bytes for one in unused]) < lacking:
         return None
-    victims: list[ModelBook] = []
-    for model in unused:
-        if lacking > 0:
-            victims.append(model)
-            lacking -= model.spec.weight_bytes
-    for model in reversed(victims[:]):
-        if lacking + model.spec.weight_bytes <= 0:
-            victims.remove(model)
-            lacking += model.spec.weight_bytes
-    return victims
+    victims: list[Unused] = []
+    while lacking > 0:
+        one = heappop(unused)
+        victims.append(one)
+        lacking -= one[-1].spec.weight_bytes
+    for one in reversed(victims[:]):
+        if lacking + one[-1].spec.weight_bytes <= 0:
+            victims.remove(one)
+            heappush(unused, one)
+            lacking += one[-1].spec.weight_bytes
+    return [one[-1] for one in victims]
 
 
 def asked_loads(
     models: Mapping[str, ModelBook],
-    outside: Mapping[str, ModelBook],
+    wanted: Collection[ModelBook],
     queue: WaitingQueue,
-    budget_bytes: int,
+    free_bytes: int,
     now: float,
 ) -> Iterator[tuple[ModelBook, list[ModelBook]]]:
-    """Yield which models that requests in `queue` or newer versions need can be loaded, the most
-    urgent first, and which others are evicted for each. `outside`: those not in the pool."""
+    """Yield which models can be loaded of those that requests in `queue` need or that are `wanted`,
+    the most urgent first. Yield also which others are evicted for each. `free_bytes`: of the
+    pool."""
     waiting = queue.models()
     asked = [
         (head[0], name) for name in waiting
         if models[name].may_load(now) and (head := queue.head(name))
     ]  # fmt: skip
-    wanted = [model for model in outside.values() if model.wanted]
     asked += unwaited(wanted, waiting, now)
     if not asked:
         return
     unused = evictable(models.values(), {*waiting, *(model.replaces for model in wanted)}, now)
-    free = budget_bytes - used_bytes(models.values())
     for _, name in sorted(asked):
-        victims = evictions(unused, models[name].spec.weight_bytes - free)
+        victims = evictions(unused, models[name].spec.weight_bytes - free_bytes)
         if victims is None:
             continue
-        for victim in victims:
-            unused.remove(victim)
-        free += sum(victim.spec.weight_bytes for victim in victims)
-        free -= models[name].spec.weight_bytes
+        free_bytes += sum(victim.spec.weight_bytes for victim in victims)
+        free_bytes -= models[name].spec.weight_bytes
         yield models[name], victims
 
 
 def unasked_loads(
-    outside: Iterable[ModelBook], models: Collection[ModelBook], budget_bytes: int
+    outside: Iterable[ModelBook], models: Collection[ModelBook], free_bytes: int
 ) -> list[ModelBook]:
     """Return what to load although no request asks for it, while there is room: pinned, then by
     priority. `outside`: those of the models that are not in the pool."""
-    cold = [m for m in outside if not m.removing and not m.failures]
-    if not cold:
-        return []
-    room = budget_bytes - used_bytes(models)
-    cold = [m for m in cold if m.spec.weight_bytes <= room]
+    cold = [
+        m for m in outside
+        if m.spec.weight_bytes <= free_bytes and not m.removing and not m.failures
+    ]  # fmt: skip
     if not cold:
         return []
     loading = sum(model.in_pool and not model.loaded for model in models)
     chosen: list[ModelBook] = []
     for model in sorted(cold, key=lambda m: (not m.spec.pinned, -m.spec.priority, m.spec.id)):
-        if loading + len(chosen) < _UNASKED_LOADS_MAX and model.spec.weight_bytes <= room:
+        if loading + len(chosen) < _UNASKED_LOADS_MAX and model.spec.weight_bytes <= free_bytes:
             chosen.append(model)
-            room -= model.spec.weight_bytes
+            free_bytes -= model.spec.weight_bytes
     return chosen

@@ -77,6 +77,10 @@ class WaitingQueue:
         turn = self.turn(model)
         return None if turn is None else self._entries[turn[3][2]]
 
+    def request(self, turn: QueueRank) -> Request:
+        """Return the request whose rank this is."""
+        return self._entries[turn[3][2]][1]
+
     def turn(self, model: str) -> QueueRank | None:
         """Return the rank of the model's head, None if the model has no waiting requests."""
         lines = self._by_model.get(model)

@@ -4,7 +4,7 @@ It joins `policy.cluster.suspects` and `policy.cluster.stealing` to the books of
 All other requests go where `policy.cluster.placement` says.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import Recall
@@ -31,8 +31,9 @@ class Relocation:
     def __init__(
         self,
         suspects: Suspects,
-        models: Mapping[str, ModelBook],
-        slices: Mapping[str, SliceLoad],
+        stealing: Stealing,
+        models: dict[str, ModelBook],
+        slices: dict[str, SliceLoad],
         queue: WaitingQueue,
         failing: Failing,
         send_to: SendTo,
@@ -47,7 +48,7 @@ class Relocation:
         self._failing = failing
         self._send_to = send_to
         self._on = on
-        self._stealing = Stealing(slices)
+        self._stealing = stealing
 
     @property
     def held(self) -> bool:
@@ -61,6 +62,12 @@ class Relocation:
     def closed(self, load: SliceLoad) -> bool:
         """Whether the slice is kept for suspects."""
         return self._suspects.closed(load.slice.id)
+
+    def open(self, loads: list[SliceLoad]) -> list[SliceLoad]:
+        """Return those of the slices that are not kept for suspects."""
+        if not self._suspects.closing:
+            return loads
+        return [load for load in loads if not self.closed(load)]
 
     # ---- events ---------------------------------------------------------------------------------
 

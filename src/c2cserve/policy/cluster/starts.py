@@ -64,6 +64,8 @@ class _Slice:
 class Starts:
     def __init__(self) -> None:
         self._slices: dict[str, _Slice] = {}
+        self.distrusted: set[str] = set()
+        """Slices of which predictions are not trusted now: others are never full."""
         self._changing: set[str] = set()
         """Slices that requests were sent to or left since the last `refresh`, and those with
         something to learn."""
@@ -81,12 +83,18 @@ class Starts:
 
     def refresh(self, waiting: Callable[[str], int], now: float) -> None:
         """`waiting`: a slice's requests without a first token; 0 for one that is gone."""
+        if not self._changing:
+            return
         changing, self._changing = self._changing, set()
         for slice_id in changing:
             if (one := self._slices.get(slice_id)) is not None:
                 crowded = 2 * waiting(slice_id) >= MANY
                 one.learn(now, crowded=crowded)
                 one.started.refresh(now, saturated=crowded)
+                if one.trusted:
+                    self.distrusted.discard(slice_id)
+                else:
+                    self.distrusted.add(slice_id)
                 if crowded or not one.settled:
                     self._changing.add(slice_id)
 
@@ -97,8 +105,8 @@ class Starts:
     def full(self, slice_id: str, waiting: int, ttft_s: float) -> bool:
         """Return whether a further request would wait too long on a slice. `waiting`: its requests
         without a first token."""
-        one = self._slices.get(slice_id)
-        if one is None or one.trusted or waiting < MANY:
+        one = None if waiting < MANY else self._slices.get(slice_id)
+        if one is None or one.trusted:
             return False
         return one.started.wait_s(waiting) > one.share * ttft_s
 

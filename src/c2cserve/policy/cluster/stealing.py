@@ -5,7 +5,7 @@ it asks the slice (`actions.Recall`), which keeps what has begun. A request is r
 `_RECALLS_MAX` times, and asked for once on each slice, so it cannot go back and forth.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from c2cserve.core.actions import Recall
 from c2cserve.core.request import Request
@@ -19,8 +19,13 @@ MayTake = Callable[[SliceLoad, str], bool]
 
 
 class Stealing:
-    def __init__(self, slices: Mapping[str, SliceLoad]) -> None:
-        self._slices = slices
+    def __init__(
+        self, slices: dict[str, SliceLoad], idle: dict[str, SliceLoad],
+        starting: dict[str, SliceLoad],
+    ) -> None:  # fmt: skip
+        """`idle`: slices without requests. `starting`: those with requests that have no first
+        token. In any order."""
+        self._slices, self._idle, self._starting = slices, idle, starting
         self._asked: dict[str, str] = {}
         """Request that its slice was asked for -> the slice that shall take it; empty: its slice
         has kept it."""
@@ -61,14 +66,14 @@ class Stealing:
         """Return slices on which requests wait behind others, and idle ones. None: one kind is
         missing, so that nothing can be recalled."""
         self.wakeup = None
-        sources: list[SliceLoad] = []
-        idle: list[SliceLoad] = []
-        for load in self._slices.values():
-            if load.unstarted and load.requests > 1:
-                sources.append(load)
-            elif not load.requests and load.slice.id not in self._asked.values():
-                idle.append(load)
-        return (sources, idle) if sources and idle else None
+        if not self._idle:
+            return None
+        sources = [load for load in self._starting.values() if load.requests > 1]
+        if not sources:
+            return None
+        asked = self._asked.values()
+        idle = [load for name, load in self._idle.items() if name not in asked]
+        return (sources, idle) if idle else None
 
     def recalls(
         self, sources: list[SliceLoad], idle: list[SliceLoad], now: float, may_take: MayTake

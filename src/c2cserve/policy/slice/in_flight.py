@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from math import inf
 from typing import Protocol
 
+from c2cserve.core.events import SeqOutcome, StepDone
 from c2cserve.core.step import Lane, Step
 from c2cserve.policy.slice.batching import ActiveModel, DecidedSteps, StepInFlight
 
@@ -109,3 +110,20 @@ class InFlight:
                     return inf
                 return first.since_s + first.expected_s - _LEAD_S
         return now
+
+
+def outcomes_of(step: Step, event: StepDone) -> list[SeqOutcome | None]:
+    """Return the outcome of each sequence of a step that is done; None: it has none. They nearly
+    always come in the step's order."""
+    outcomes, at = event.outcomes, 0
+    found: list[SeqOutcome | None] = []
+    for part in step.seqs:
+        if at < len(outcomes) and outcomes[at].request_id == part.request_id:
+            found.append(outcomes[at])
+            at += 1
+        else:
+            found.append(None)
+    if at == len(outcomes):
+        return found
+    by_id = {outcome.request_id: outcome for outcome in outcomes}
+    return [by_id.get(part.request_id) for part in step.seqs]

@@ -45,6 +45,8 @@ class _ModelKv:
     """First slab -> span."""
     roomy: OrderedDict[int, _Span] = field(default_factory=OrderedDict[int, _Span])
     """Those with free blocks. Free blocks are used up before another span is taken."""
+    filling: _Span | None = None
+    """The first of these, once it was looked up."""
     idle: OrderedDict[_Span, int] = field(default_factory=OrderedDict[_Span, int])
     """Spans with cached blocks only, and the tick of their last release; oldest first."""
     hashes: dict[int, int] = field(default_factory=dict[int, int])
@@ -151,7 +153,7 @@ class KvArena:
     def _forget_above(self, slab: int) -> None:
         """Forget spans with cached blocks only that reach beyond a slab."""
         for kv in self._models.values():
-            for span in list(kv.idle):
+            for span in list(kv.idle) if kv.idle else ():
                 if span.first_slab + kv.span_slabs > slab:
                     self._forget_span(kv, span)
 
@@ -202,21 +204,26 @@ class KvArena:
             return None
         taken: list[int] = []
         while len(taken) < count:
-            span = next(iter(kv.roomy.values())) if kv.roomy else self._grow(kv)
+            span = kv.filling
             if span is None:
-                self._evict_oldest(kv)
-                continue
+                span = next(iter(kv.roomy.values())) if kv.roomy else self._grow(kv)
+                if span is None:
+                    self._evict_oldest(kv)
+                    continue
+                kv.filling = span
             more = min(len(span.free), count - len(taken))
-            offsets = span.free[-more:]
+            taken = taken + span.free[-more:] if taken else span.free[-more:]
             del span.free[-more:]
-            if span.free:
-                kv.roomy[span.first_slab] = span
-            else:
-                kv.roomy.pop(span.first_slab, None)
+            if not span.free:
+                self._not_roomy(kv, span)
             self._held(kv, span, more)
             kv.free -= more
-            taken += offsets
         return taken
+
+    def _not_roomy(self, kv: _ModelKv, span: _Span) -> None:
+        del kv.roomy[span.first_slab]
+        if kv.filling is span:
+            kv.filling = None
 
     def release(self, model: str, offsets: Sequence[int]) -> None:
         """Give up blocks that the caller holds. A block with a hash stays cached while there is
@@ -224,9 +231,10 @@ class KvArena:
         kv = self._models[model]
         self._tick += 1
         hashes, sharers, end = kv.hashes, kv.sharers, len(offsets)
+        plain = not hashes and not sharers
         while end:  # a prefix is forgotten from its end
             offset = offsets[end - 1]
-            if offset in hashes or offset in sharers:
+            if not plain and (offset in hashes or offset in sharers):
                 end -= 1
                 self._unhold(kv, offset)
                 continue
@@ -234,7 +242,7 @@ class KvArena:
             low = span.first_slab * self.slab_bytes
             high = low + kv.span_slabs * self.slab_bytes
             while first and low <= (before := offsets[first - 1]) < high:
-                if before in hashes or before in sharers:
+                if not plain and (before in hashes or before in sharers):
                     break
                 first -= 1
             if span.held == end - first and not span.cached:
@@ -291,7 +299,7 @@ class KvArena:
     def _empty(self, kv: _ModelKv, span: _Span) -> None:
         """Give the arena a span with all of its held blocks, and nothing that is cached."""
         if span.free:
-            del kv.roomy[span.first_slab]
+            self._not_roomy(kv, span)
         kv.free -= len(span.free)
         kv.held -= span.held
         span.held = 0
@@ -331,9 +339,9 @@ class KvArena:
         if full or first < 0 or (first >= self._roomy_slabs and self._can_evict(kv)):
             return None
         base, size = first * self.slab_bytes, kv.block_bytes
-        span = _Span(first, [base + at * size for at in range(kv.per_span - 1, -1, -1)])
+        span = _Span(first, list(range(base + (kv.per_span - 1) * size, base - 1, -size)))
         self._take(kv, span, 1)
-        kv.spans[first] = span
+        kv.spans[first] = kv.roomy[first] = span
         kv.free += kv.per_span
         return span
 
@@ -376,7 +384,8 @@ class KvArena:
     def _drop_span(self, kv: _ModelKv, span: _Span) -> None:
         """Give the arena the slabs of a span in which nothing is held or cached."""
         kv.free -= kv.per_span
-        del kv.spans[span.first_slab], kv.roomy[span.first_slab]
+        del kv.spans[span.first_slab]
+        self._not_roomy(kv, span)
         self._take(kv, span, 0)
 
 

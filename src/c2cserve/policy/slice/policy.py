@@ -19,7 +19,7 @@ from c2cserve.core.step import Lane, SeqStep, Step
 from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight, spare_tokens
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.faults import Faults, groups, set_apart
-from c2cserve.policy.slice.in_flight import Lookahead, StepNumbers
+from c2cserve.policy.slice.in_flight import Lookahead, StepNumbers, outcomes_of
 from c2cserve.policy.slice.lanes import Lanes
 from c2cserve.policy.slice.slice_memory import SliceMemory, with_kv_end
 from c2cserve.policy.slice.strategies import ExtraT, SliceStrategies, live_strategies
@@ -83,14 +83,16 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
             self._submitted(event)
             return
         match event:
-            case ev.Activated(spec, keep):
-                self._activate(spec, keep)
-            case ev.Fetched(name, _, True):
-                self._weights.refused(name)
-            case ev.Fetched(name, took_s):
-                self._weights.fetched(name, took_s)
-            case ev.Deactivated(name):
-                model = self._models.pop(name)
+            case ev.StepParked():
+                self._in_flight.park(event.step_id)
+            case ev.Fetched() if event.refused:
+                self._weights.refused(event.model)
+            case ev.Fetched():
+                self._weights.fetched(event.model, event.took_s)
+            case ev.Activated():
+                self._activate(event.spec, event.keep)
+            case ev.Deactivated():
+                model = self._models.pop(event.model)
                 self._idle(model)
                 self._deactivated.append(model)
                 self._retire(model)
@@ -100,8 +102,6 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
                 self._recall(request_id, running=running)
             case ev.StepFailed(step_id, reason):
                 self._step_failed(step_id, reason)
-            case ev.StepParked(step_id):
-                self._in_flight.park(step_id)
             case ev.MoveDone() | ev.PrefixMoved():
                 self._moved(event)
             case ev.GemmsMeasured(name):
@@ -166,17 +166,16 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
             self._give_back(seq)
 
     def _step_done(self, event: ev.StepDone) -> None:
-        flight = self._in_flight.landed(event.step_id)
-        times = event.times
+        flight, times = self._in_flight.landed(event.step_id), event.times
         if times and not all(seq.ended for seq in flight.seqs):  # else nothing ran
             kept = self._weights.streams(flight.step.model) is not None
             if not (flight.parked and kept):  # else most of it ran while its weights arrived
                 took_s = event.compute_s / times
                 flight.model.time.learn(flight.decodes, flight.prefill_tokens, took_s)
             self._lanes.landed(flight.step.model, event.streamed_bytes)
-        outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
-        for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
-            self._land(seq, part, outcomes.get(part.request_id), times)
+        outcomes = outcomes_of(flight.step, event)
+        for part, seq, outcome in zip(flight.step.seqs, flight.seqs, outcomes, strict=True):
+            self._land(seq, part, outcome, times)
         self._retire(flight.model)
 
     def _step_failed(self, step_id: int, reason: str) -> None:
@@ -262,7 +261,8 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
             seq.sent_s = now
         self._came.clear()
         self._shares.refresh(now)
-        self._actions += self._weights.plan(now, self._in_flight.models())
+        if self._weights.plans:
+            self._actions += self._weights.plan(now, self._in_flight.models())
         self._wakeup = self._weights.wakeup
         lanes = self._lanes.in_order()
         if self._rotation is not None and any(self._may_launch(lane, now) for lane in lanes):
@@ -286,8 +286,8 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
         """Return whether resident models cannot run, and will not by themselves. KV that is on its
         way may let them."""
         moving = self._rotation is not None and self._rotation.under_way
-        one_lane_runs = self._lanes.only is not None and bool(self._in_flight)
-        if one_lane_runs or moving or (self.prefixes is not None and self.prefixes.bringing):
+        goes_on = not self._seqs or (self._lanes.only is not None and bool(self._in_flight))
+        if goes_on or moving or (self.prefixes is not None and self.prefixes.bringing):
             return False
         return self._lanes.stuck(self._in_flight.steps(), self._weights.streams)
 

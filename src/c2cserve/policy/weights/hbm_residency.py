@@ -83,6 +83,8 @@ class Residency:
         """KV needs room, or gives some back: what must go at once, the least worthy first."""
         self.budget_bytes = budget_bytes
         gone: list[Hashable] = []
+        if self.used_bytes <= budget_bytes:
+            return gone
         for book in self._cheapest():
             while book.sizes and self.used_bytes > budget_bytes:
                 key, size = book.sizes.popitem()
@@ -99,7 +101,9 @@ class Residency:
 
     def forget(self, model: str) -> list[Hashable]:
         """The model leaves the slice for good: what of it was kept."""
-        book = self._models.pop(model, _Model())
+        book = self._models.pop(model, None)
+        if book is None:
+            return []
         self.used_bytes -= sum(book.sizes.values())
         return list(book.sizes)
 

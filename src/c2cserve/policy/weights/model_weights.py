@@ -1,7 +1,7 @@
 """What a slice knows of one model whose weights are kept as a whole."""
 
 from dataclasses import dataclass
-from math import frexp, isinf
+from math import frexp, inf
 from typing import Literal
 
 from c2cserve.policy.slice.batching import ActiveModel
@@ -55,7 +55,7 @@ class ModelWeights:
     @property
     def too_long(self) -> bool:
         """Whether a request of the model needs more KV than fits beside its weights."""
-        return not isinf(self.tokens_beside) and any(
+        return self.tokens_beside < inf and any(
             seq.length > self.tokens_beside for seq in self.model.seqs.values()
         )
 

@@ -1,6 +1,6 @@
 """Which models' weights lie in a slice's memory: the interface, and the simplest answer."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from c2cserve.core.actions import Fetch, Release
 from c2cserve.core.model import ModelSpec
@@ -13,6 +13,8 @@ class WeightMemory:
     """Decides which models' weights lie in the slice's memory, beside KV. Here no model's do: steps
     read weights where they lie, and the executor may cache them."""
 
+    plans = False
+    """Whether `plan` ever returns something."""
     wakeup: float | None = None
     """When `plan` has to be asked again, in clock seconds."""
 
@@ -61,7 +63,7 @@ class WeightMemory:
     def requested(self, name: str, now: float) -> None:
         """Note that a request for the model has arrived."""
 
-    def plan(self, now: float, in_flight: Mapping[str, float]) -> Sequence[Fetch | Release]:
+    def plan(self, now: float, in_flight: dict[str, float]) -> Sequence[Fetch | Release]:
         """Return loads to begin and weights to release. `in_flight`: models with steps under way,
         whose weights must stay, and in how many seconds these are expected to end."""
         return ()

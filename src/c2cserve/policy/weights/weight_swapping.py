@@ -26,7 +26,7 @@ again, with more room. If that does not help either, it streams until KV has mad
 (`_reconsider`). So does a model with a request whose KV does not fit beside the weights
 (`_make_way_for_long`)."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import inf, isinf
 
 from c2cserve.core.actions import Fetch, Release
@@ -61,6 +61,8 @@ _WEIGHT = 0.2
 class WeightSwapping(WeightMemory):
     """Books of one slice's kept weights. What KV has not taken of the arena, and what of the
     slice's memory lies outside of it, is theirs."""
+
+    plans = True
 
     def __init__(self, arena: KvArena, slice_: Slice, *, rotates: bool) -> None:
         """`rotates`: models with requests leave for others; else they stay until they end."""
@@ -178,7 +180,7 @@ class WeightSwapping(WeightMemory):
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def plan(self, now: float, in_flight: Mapping[str, float]) -> list[Fetch | Release]:
+    def plan(self, now: float, in_flight: dict[str, float]) -> list[Fetch | Release]:
         """Whose weights to load now, and who makes room. `in_flight`: models with steps in flight,
         which stay until these have ended, and in how many seconds that is expected."""
         self.wakeup = None
@@ -217,7 +219,7 @@ class WeightSwapping(WeightMemory):
         """Return the absent models with requests by when their next tokens are due, and when."""
         for name in [name for name, one in self._asked.items() if not one.model.seqs]:
             del self._asked[name]
-        return sorted((one.due_s, name) for name, one in self._asked.items() if one.absent)
+        return sorted([(one.due_s, name) for name, one in self._asked.items() if one.absent])
 
     def _reconsider(self, now: float) -> None:
         """Models whose loads were refused may be loaded again once KV reaches less far. After a
@@ -285,7 +287,7 @@ class WeightSwapping(WeightMemory):
         absent. Load the holder that is due first, with as many victims as it takes. If none is
         absent, or that one was loaded before and no step ran since, weights leave too little room
         for any KV. Then the model that is due last streams."""
-        absent = [one for one in self._in["absent"].values() if one.model.seqs]
+        absent = [one for one in self._asked.values() if one.absent and one.model.seqs]
         if not self._rotates or self._in["loading"]:
             return []
         if not absent:
@@ -340,7 +342,7 @@ class WeightSwapping(WeightMemory):
         return one.size / self._bytes_per_s if self._bytes_per_s > 0.0 else 0.0
 
     def _victims_for(
-        self, first: ModelWeights, now: float, chosen: Mapping[str, float]
+        self, first: ModelWeights, now: float, chosen: dict[str, float]
     ) -> list[ModelWeights] | None:
         """Return the victims that make room for it. Those without requests go first, then those
         `chosen` before. None: those that could must not be absent."""
@@ -356,7 +358,7 @@ class WeightSwapping(WeightMemory):
         return victims
 
     def _must_stay(
-        self, victim: ModelWeights, first: ModelWeights, now: float, chosen: Mapping[str, float]
+        self, victim: ModelWeights, first: ModelWeights, now: float, chosen: dict[str, float]
     ) -> bool:
         """Return whether a victim would be needed before it could be back. Of one that was `chosen`
         this was known: only a new request, which makes it more urgent, is a reason to stay."""

@@ -20,8 +20,8 @@ from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.policy.fleet.policy import FleetPolicy
 from c2cserve.processes.collector import collect_rarely
 from c2cserve.processes.instances import remove_dead_runs
-from c2cserve.runtime.ports import Recorder
-from c2cserve.runtime.record import Record, no_record
+from c2cserve.runtime.ports import Recorder, no_record
+from c2cserve.runtime.record import Record
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.dashboard.live import TickTap
 from c2cserve.server.tls import Tls

@@ -26,8 +26,8 @@ from c2cserve.processes.collector import collect_rarely
 from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.processes.standard_streams import open_missing_streams
 from c2cserve.runtime.driver import run
-from c2cserve.runtime.ports import Recorder
-from c2cserve.runtime.record import Record, no_record
+from c2cserve.runtime.ports import Recorder, no_record
+from c2cserve.runtime.record import Record
 from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.forks import PID

@@ -17,7 +17,6 @@ from c2cserve.policy.slice.in_flight import StepNumbers
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.strategies import SliceStrategies
 from c2cserve.policy.weights.weight_swapping import EASE_S, WeightSwapping
-from c2cserve.sim.world.bursts import times_of
 
 _STEPS_SCARCE = 8
 """Steps decided at once while a model waits for memory."""
@@ -42,17 +41,18 @@ class Lookahead(in_flight.Lookahead):
     ) -> DecidedSteps | None:
         """Decide the next steps and take memory for them. None: there are less than two, or there
         is not enough memory for all of them."""
-        order = self.plan(models, now, late_ran)
+        order, times = self.plan(models, now, late_ran)
         if len(order) < 2:
             return None
-        times = times_of(order, len(models))
         if not _make_room(models, times, self._arena):
             return None
         return _launch(models, order, times, step_ids, now)
 
-    def plan(self, models: list[ActiveModel], now: float, late_ran: bool) -> list[int]:
+    def plan(
+        self, models: list[ActiveModel], now: float, late_ran: bool
+    ) -> tuple[tuple[int, ...], list[int]]:
         """Return which model runs next, then next, and so on: indices into `models`, which are all
-        that have requests here."""
+        that have requests here. Return also how often each of them runs."""
         steps, favourite = self._steps, None
         if self._swapping is not None and self._swapping.scarce:
             steps = min(steps, _STEPS_SCARCE)
@@ -61,30 +61,38 @@ class Lookahead(in_flight.Lookahead):
             left = min(left, _decodes_left(model))
             too_many = len(model.seqs) > self._max_batch
             if left < 2 or model.time.decode_step_s(len(model.seqs)) <= 0.0 or too_many:
-                return []
+                return (), []
         if len(models) < 2:
-            return [0] * left if models else []
+            return ((0,) * left, [left]) if models else ((), [])
         names = [model.name for model in models]
         if self._swapping is not None:
             favourite = self._swapping.favourite(names, now)
         top = -1 if favourite is None else names.index(favourite)
         paces = [model.tpot_s if self._by_headroom else 0.0 for model in models]
-        return _order(models, paces, top, steps, left, now, late_ran)
+        order, times = _order(models, paces, top, steps, left, now, late_ran)
+        return tuple(order), times
 
 
 def _order(
     models: list[ActiveModel], paces: list[float], top: int, steps: int, most: int,
     now: float, late_ran: bool,
-) -> list[int]:  # fmt: skip
-    """Play single decisions through. `paces`: seconds by which a token moves a model's rank. `top`:
-    the model that runs while all have `EASE_S` of headroom; -1: none. A model runs `most` times."""
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Play single decisions through, and count how often each model runs. `paces`: seconds by which
+    a token moves a model's rank. `top`: the model that runs while all have `EASE_S` of headroom;
+    -1: none. A model runs `most` times."""
     ranks = [model.first() for model in models]
     steps_s = [model.time.decode_step_s(len(model.seqs)) for model in models]
     last = [model.last_step for model in models]
     number, noted = max(last), 0
     order: list[int] = []
     counts = [0] * len(models)
-    known, punctual = list(ranks), True  # those of the favourite are updated when it matters
+    punctual = top >= 0
+    if not punctual:
+        now, over = _by_rank(ranks, paces, steps_s, counts, order, steps, most, now)
+        if over:
+            return order, counts
+        late_ran = late_ran and not order
+    known = list(ranks)  # those of the favourite are updated when it matters
     while len(order) < steps:
         index = _least(known) if punctual else 0
         punctual = punctual and known[index] >= now
@@ -122,7 +130,30 @@ def _order(
         counts[index] = runs + 1
         ranks[index] = ranks[index] + paces[index]
         now += steps_s[index]
-    return order
+    return order, counts
+
+
+def _by_rank(
+    ranks: list[float], paces: list[float], steps_s: list[float], counts: list[int],
+    order: list[int], steps: int, most: int, now: float,
+) -> tuple[float, bool]:  # fmt: skip
+    """Play decisions through while no model is late: least headroom first. Return when that ends,
+    and whether nothing is to be decided any more. `order`, `counts` and `ranks` go on."""
+    for _ in range(steps - len(order)):
+        index, rank = 0, ranks[0]
+        for other in range(1, len(ranks)):
+            if ranks[other] < rank:
+                index, rank = other, ranks[other]
+        if rank < now:
+            return now, False
+        runs = counts[index]
+        if runs == most:
+            return now, True
+        order.append(index)
+        counts[index] = runs + 1
+        ranks[index] = rank + paces[index]
+        now += steps_s[index]
+    return now, True
 
 
 def _least(ranks: list[float]) -> int:
@@ -136,7 +167,7 @@ def _least(ranks: list[float]) -> int:
 
 
 def _launch(
-    models: list[ActiveModel], order: list[int], times: list[int], step_ids: StepNumbers,
+    models: list[ActiveModel], order: tuple[int, ...], times: list[int], step_ids: StepNumbers,
     now: float,
 ) -> DecidedSteps:  # fmt: skip
     """`times`: how often each model runs."""
@@ -156,7 +187,7 @@ def _launch(
     first = launched[0].step
     if len(launched) == 1:
         launched[0].model.last_step = first.id
-        run = RunStep(first, (), (0,) * len(order))
+        run = RunStep(first, (), order if len(models) == 1 else (0,) * len(order))
     else:
         first_id = step_ids.take(len(order))
         last = [0] * len(times)
@@ -167,8 +198,8 @@ def _launch(
                 models[index].last_step = first_id + last[index]
         then = tuple([one.step for one in launched[1:]])
         all_run = len(launched) == len(models)
-        numbered = order if all_run else [numbers[index] for index in order]
-        run = RunStep(first, then, tuple(numbered))
+        numbered = order if all_run else tuple([numbers[index] for index in order])
+        run = RunStep(first, then, numbered)
     return DecidedSteps(launched, run, models[order[-1]].first() < now)
 
 

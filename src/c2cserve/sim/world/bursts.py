@@ -1,8 +1,6 @@
 """Decode steps that follow each other as one event. Its end is arithmetic unless another event
 intervenes."""
 
-from collections.abc import Sequence
-
 from c2cserve.core.step import SeqStep
 from c2cserve.sim.world.checks import SeqState
 
@@ -88,7 +86,7 @@ def fewest_left(parts: Parts) -> int:
     return fewest
 
 
-def times_of(order: Sequence[int], steps: int) -> list[int]:
+def times_of(order: tuple[int, ...], steps: int) -> list[int]:
     """Return how often each of so many steps is in an order."""
     if steps == 1:
         return [len(order)]

@@ -41,21 +41,19 @@ class BlockBook:
     holder unless it is a shared prefix."""
 
     slice: Slice
-    held: set[int] = field(default_factory=set[int])
-    """Blocks that a sequence holds, by offset."""
     sharers: dict[int, int] = field(default_factory=dict[int, int])
     """Block with several holders -> number of holders beside the first."""
     owners: list[str] = field(init=False)
     """The last model with a block that begins in each slab,"""
-    counts: list[int] = field(init=False)
-    """and how many such blocks are held."""
+    held: list[int] = field(init=False)
+    """and which of those are held: bit n stands for the nth that may begin there."""
     held_bytes: int = 0
     weight_bytes: int = 0
     """Bytes of models that are in the slice's memory as a whole."""
 
     def __post_init__(self) -> None:
         slabs = -(-self.slice.kv_bytes // self.slice.slab_bytes)
-        self.owners, self.counts = [""] * slabs, [0] * slabs
+        self.owners, self.held = [""] * slabs, [0] * slabs
 
     def weigh(self, weight_bytes: int) -> None:
         """Update the bytes of weights."""
@@ -91,42 +89,60 @@ class BlockBook:
     def _claim(self, seq: SeqState, offsets: Sequence[int], shared: int) -> None:
         """Give the blocks a holder. The first `shared` of them may have others already."""
         if shared:
-            prefix = self.held.intersection(offsets[:shared])
-            for offset in prefix:
-                self.sharers[offset] = self.sharers.get(offset, 0) + 1
-            offsets = [offset for offset in offsets if offset not in prefix]
+            offsets = [
+                offset for number, offset in enumerate(offsets)
+                if number >= shared or not self._shares(seq, offset)
+            ]  # fmt: skip
         if not offsets:
             return
-        size, model, held = seq.spec.kv_block_bytes, seq.spec.id, self.held
-        end, slab_bytes, before = self.slice.kv_bytes - size, self.slice.slab_bytes, len(held)
-        held.update(offsets)
-        assert len(held) == before + len(offsets), "a block has two owners"
+        size, model = seq.spec.kv_block_bytes, seq.spec.id
+        end, slab_bytes = self.slice.kv_bytes - size, self.slice.slab_bytes
         self.held_bytes += size * len(offsets)
-        owners, counts = self.owners, self.counts
+        owners, held = self.owners, self.held
+        slab = base = bits = -1
         for offset in list(offsets):
             assert 0 <= offset <= end, "a block lies outside of the arena"
-            slab = offset // slab_bytes
-            count = counts[slab]
-            if count:
-                assert owners[slab] == model, "a slab holds blocks of two models"
-            else:
+            if slab < 0 or not base <= offset < base + slab_bytes:  # many lie in one slab
+                if slab >= 0:
+                    held[slab] = bits
+                slab = offset // slab_bytes
+                base, bits = slab * slab_bytes, held[slab]
+                assert not bits or owners[slab] == model, "a slab holds blocks of two models"
                 owners[slab] = model
-            counts[slab] = count + 1
+            bit = 1 << (offset - base) // size
+            assert not bits & bit, "a block has two owners"
+            bits |= bit
+        held[slab] = bits
         self._check_memory()
+
+    def _shares(self, seq: SeqState, offset: int) -> bool:
+        """Return whether another sequence holds the block, and count one holder more."""
+        slab_bytes = self.slice.slab_bytes
+        slab = offset // slab_bytes
+        bit = 1 << (offset - slab * slab_bytes) // seq.spec.kv_block_bytes
+        if self.owners[slab] != seq.spec.id or not self.held[slab] & bit:
+            return False
+        self.sharers[offset] = self.sharers.get(offset, 0) + 1
+        return True
 
     def _give(self, seq: SeqState, offsets: Sequence[int]) -> None:
         if self.sharers:
             offsets = [offset for offset in offsets if not self._has_sharer(offset)]
         if not offsets:
             return
-        held, before = self.held, len(self.held)
-        held.difference_update(offsets)
-        assert len(held) == before - len(offsets), "a block is given back that has no holder"
-        self.held_bytes -= seq.spec.kv_block_bytes * len(offsets)
-        counts, slab_bytes = self.counts, self.slice.slab_bytes
+        size, held, slab_bytes = seq.spec.kv_block_bytes, self.held, self.slice.slab_bytes
+        self.held_bytes -= size * len(offsets)
+        slab = base = bits = -1
         for offset in list(offsets):
-            slab = offset // slab_bytes
-            counts[slab] = counts[slab] - 1
+            if slab < 0 or not base <= offset < base + slab_bytes:
+                if slab >= 0:
+                    held[slab] = bits
+                slab = offset // slab_bytes
+                base, bits = slab * slab_bytes, held[slab]
+            bit = 1 << (offset - base) // size
+            assert bits & bit, "a block is given back that has no holder"
+            bits ^= bit
+        held[slab] = bits
 
     def _has_sharer(self, offset: int) -> bool:
         """Return whether another sequence holds the block too, and count one holder less."""

@@ -1,7 +1,7 @@
 """The compute of a simulated slice: steps in the order of their submission, one at a time."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf, sqrt
 
@@ -30,7 +30,7 @@ class Compute:
         self,
         simulated: SimulatedSlice,
         context: SimulationContext,
-        seqs: Mapping[str, SeqState],
+        seqs: dict[str, SeqState],
         book: BlockBook,
         cached: WeightCache | None,
         use: SliceUse,
@@ -140,14 +140,18 @@ class Compute:
         self._started_s = self._context.timeline.now
         order = run.order
         if not run.then:
-            steps: tuple[Step, ...] = (self._present(run.step),)
-            self._steps = steps
-            self._parts = [self._begin(steps[0], len(order) or 1)]
+            step, parts = run.step, self._begin(run.step, len(order) or 1)
+            if len(parts) < len(step.seqs):
+                step = replace(step, seqs=tuple([part for part, _ in parts]))
+            steps: tuple[Step, ...] = (step,)
+            self._steps, self._parts = steps, [parts]
             self._times, self._took_s = [0], [0.0]
         else:
             steps = self._steps = (run.step, *run.then)
             runs = times_of(order, len(steps))
             self._parts = [self._begin(step, runs[i]) for i, step in enumerate(steps)]
+            for step, parts in zip(steps, self._parts, strict=True):
+                assert len(parts) == len(step.seqs), "a request has ended, and its run has not"
             self._times, self._took_s = [0] * len(steps), [0.0] * len(steps)
         self._stopping = False
         self._position = 0
@@ -158,19 +162,15 @@ class Compute:
             self._current = order[0] if order else 0
             self._start_step(steps[self._current])
 
-    def _present(self, step: Step) -> Step:
-        """Return the step without requests that have ended since it was decided."""
-        if all(part.request_id in self._seqs for part in step.seqs):
-            return step
-        return replace(
-            step, seqs=tuple(part for part in step.seqs if part.request_id in self._seqs)
-        )
-
     def _begin(self, step: Step, times: int) -> Parts:
-        """Begin a step that runs `times` times, and return its sequences."""
-        seqs, book, parts = self._seqs, self._book, Parts()
+        """Begin a step that runs `times` times, and return its sequences. Requests that have ended
+        since it was decided are not among them."""
+        seqs, book = self._seqs, self._book
+        parts: Parts = []
         for part in step.seqs:
-            seq = seqs[part.request_id]
+            seq = seqs.get(part.request_id)
+            if seq is None:
+                continue
             book.begin(seq, part, times)
             assert part.start == seq.computed, f"{part.request_id}: a token is skipped or repeated"
             assert part.emits == (part.start + part.tokens == seq.length)

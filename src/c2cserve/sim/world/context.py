@@ -1,6 +1,5 @@
 """State that all slices of a simulated machine share, and the counters of each slice."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -56,7 +55,7 @@ class SimulationContext:
     loops: LoopScheduler
     network: Network
     costs: Costs
-    models: Mapping[str, SimModel]
+    models: dict[str, SimModel]
     controller: Controller
     random: Random
     noise: float

@@ -74,6 +74,8 @@ class _Terms:
     table: StepTable | None
     kernels: KernelTimes | None
     """Those of the slice, if they hold for the model."""
+    row_s: float
+    """GEMMs of its layers for one row, by these."""
     layers: int
     output_bytes: float
     """Weights of the output's GEMM."""
@@ -170,6 +172,7 @@ class Costs:
     def _prepare(self, model: SimModel, simulated: SimulatedSlice) -> _Terms:
         shape = model.shape
         hidden = shape.heads * shape.head_dim
+        kernels = None if shape.experts else simulated.kernels
         return _Terms(
             token_s=2.0 * shape.active_parameters / simulated.flops,
             pair_s=4.0 * shape.layers * hidden / simulated.flops,
@@ -179,7 +182,8 @@ class Costs:
             partial_token_s=4.0 * shape.active_parameters / _TILE / simulated.hbm_bytes_per_s,
             fixed_s=simulated.step_s,
             table=self._tables.get(shape.table, simulated.table),
-            kernels=None if shape.experts else simulated.kernels,
+            kernels=kernels,
+            row_s=0.0 if kernels is None else kernels.layers_s(shape, 1),
             layers=shape.layers,
             output_bytes=float(shape.item_bytes * shape.vocabulary_parameters),
             kv_layer_bytes=shape.kv_token_bytes / shape.layers,
@@ -204,7 +208,7 @@ def _of_kernels(
         else:
             pairs += part.tokens * (start + end + 1) // 2
     gemms_s = kernels.layers_s(model.shape, tokens)
-    one_s = kernels.layers_s(model.shape, 1)
+    one_s = terms.row_s
     read_s = cached * one_s
     bound = gemms_s > _WAITS * one_s
     if cached < 1.0:

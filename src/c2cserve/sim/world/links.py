@@ -66,9 +66,10 @@ class Network:
         `done` is called at the end. Raises ValueError for a flow that would never end."""
         if not route or size <= 0 or cap <= 0:
             raise ValueError(f"a flow of {size} bytes at {cap} over {len(route)} links")
-        links = tuple(self.links[name] for name in route)
+        links = tuple([self.links[name] for name in route])
         now = self._timeline.now
-        cap = min(cap, *(link.nominal_bytes_per_s for link in links))
+        for link in links:
+            cap = min(cap, link.nominal_bytes_per_s)
         flow = Flow(links, size, cap, done, since_s=now)
         for link in links:
             if not link.flows:

@@ -310,6 +310,9 @@ class SliceSimulation(Executor[SliceAction | BaselineSliceAction], ComputingSlic
         """Submit a run. Steps of models that cannot compute now wait beside the line.
 
         If one of several steps has to wait, each of them runs once."""
+        if not self._paused and not self._loading:
+            self._launch(run)
+            return
         steps = (run.step, *run.then)
         if not any(self._blocked(step.model) for step in steps):
             self._launch(run)

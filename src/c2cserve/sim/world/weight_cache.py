@@ -21,22 +21,23 @@ class WeightCache:
         self._books = Residency(budget_bytes)
         self._layers: dict[str, set[int]] = {}
         self._whole: dict[str, int] = {}
-        """Models that are resident as a whole -> bytes."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of models that are resident as a whole."""
-        return sum(self._whole.values())
+        """Models that are resident as a whole -> bytes,"""
+        self.held_bytes = 0
+        """and the bytes of all of them."""
 
     def hold(self, model: SimModel) -> None:
         """Reserve memory for all weights of a model."""
         self.forget(model.spec.id)
+        assert model.spec.id not in self._whole, f"{model.spec.id} is here already"
         self._whole[model.spec.id] = model.spec.weight_bytes
+        self.held_bytes += model.spec.weight_bytes
         self._resize()
 
     def release(self, name: str) -> None:
         """Drop a model that was resident as a whole. Do nothing for others."""
-        if self._whole.pop(name, None) is not None:
+        size = self._whole.pop(name, None)
+        if size is not None:
+            self.held_bytes -= size
             self._resize()
 
     def _resize(self) -> None:
