@@ -18,6 +18,7 @@ from c2cserve.sim.planning import progress
 from c2cserve.sim.planning import show as shown
 from c2cserve.sim.planning.plan import Planner
 from c2cserve.sim.planning.result import Plan, Wishes
+from c2cserve.sim.planning.time_left import Left
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.workload.build import WorkloadSettings
 
@@ -105,10 +106,10 @@ def test_lines_tell_of_progress_where_there_is_no_terminal(
 ) -> None:
     monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
     with progress.progress() as notify:
-        notify("gh200:mig7, 8 models", 1, 3.0)
-        notify("gh200:mig7, 8 models", 2, 2.0)
+        notify("gh200:mig7, 8 models", 1, Left(3.0, 3.0, 3.0))
+        notify("gh200:mig7, 8 models", 2, Left(2.0, 4.0, 8.0))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "2 simulations, about 2 s left: gh200:mig7, 8 models"
+    assert lines[-1] == "2 simulations, 2 to 8 s left: gh200:mig7, 8 models"
 
 
 def test_several_processes_find_what_one_does(tmp_path: Path) -> None:
