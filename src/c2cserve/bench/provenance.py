@@ -1,4 +1,4 @@
-"""What is needed to judge a result: its date, commit, machine and parameters."""
+"""What is needed to judge a result: its date, version, commit, machine and parameters."""
 
 import os
 import platform
@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from c2cserve import __version__
 from c2cserve.devices.discover import discover
 
 
@@ -16,6 +17,7 @@ def provenance(**parameters: object) -> dict[str, Any]:
     machine = discover()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
         "commit": commit(),
         "machine": {
             "cpu": machine.cpu_name,

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from c2cserve import __version__
+from c2cserve.cli.main import INTERRUPTED
 from c2cserve.terminal.output import CliError, CliErrors
 
 
@@ -155,7 +156,7 @@ def run(args: list[str]) -> int:
         message = error.format_message()
         return _report(message, 2, debug=debug) if message else 2
     except (typer.Abort, KeyboardInterrupt):
-        return _report("interrupted", 130, debug=debug)
+        return _report("interrupted", INTERRUPTED, debug=debug)
     except BrokenPipeError:
         # The reader of our output (head, less) has ended.
         sys.stderr.close()
@@ -168,6 +169,8 @@ def run(args: list[str]) -> int:
         return _report(f"{what} {_WHERE}", 1, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last stop: every failure is one clear line
         return _report(f"{type(error).__name__}: {error} {_WHERE}", 1, debug=debug)
+    if result == INTERRUPTED:  # typer makes it of a KeyboardInterrupt, and says nothing
+        return _report("interrupted", INTERRUPTED, debug=False)
     return result if isinstance(result, int) else 0
 
 

@@ -39,6 +39,7 @@ Plots = Annotated[Path | None, typer.Option(help="Write plots to this folder.")]
 
 
 def plan(
+    ctx: typer.Context,
     hardware: Hardware,
     catalog: options.Catalog = "llama-3.1-8b*8",
     trace: options.Trace = "slinfer128",
@@ -69,7 +70,7 @@ def plan(
     plots: Plots = None,
 ) -> None:
     """Find the largest catalogue for a machine, or the smallest machine for a catalogue."""
-    compiled.use()
+    options.use_compiled(ctx)
     from c2cserve.sim.planning.result import Wishes
     from c2cserve.sim.planning.show import figures, show
     from c2cserve.sim.run import Scenario
@@ -90,7 +91,8 @@ def plan(
         found = _search(scenario, attainment, most, wishes, jobs)
         if plots is not None:
             options.save_plots(figures(found, attainment), plots)
-        if options.write(out, {"asked": attainment, **found.as_json()}):
+        written = options.judged(ctx, {"asked": attainment, **found.as_json()})
+        if options.write(out, written):
             show(scenario, found, attainment)
             console().print(f"Simulated by {compiled.status()}.")
 

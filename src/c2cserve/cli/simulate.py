@@ -101,7 +101,7 @@ def simulate(
     record: RecordTo = None,
 ) -> None:
     """Simulate a server: deterministic by its seed."""
-    ctx.meta["policies"] = compiled.status() if compiled.use() else "pure Python"
+    use_compiled(ctx)
     from c2cserve.sim.run import Scenario
     from c2cserve.sim.world.faults import parse_fault
     from c2cserve.sim.world.hardware import SliceSettings
@@ -126,6 +126,11 @@ def simulate(
             faults=tuple(map(parse_fault, faults or [])),
         )  # fmt: skip
         _scenario(ctx, scenario, out, record)
+
+
+def use_compiled(ctx: typer.Context) -> None:
+    """Simulate with compiled policies if there are any, and note that for `judged`."""
+    ctx.meta["policies"] = compiled.status() if compiled.use() else "pure Python"
 
 
 def _check_options(ctx: typer.Context, study: str) -> None:
@@ -197,7 +202,7 @@ def _scenario(
 
     models = find_models(scenario.catalog)
     result = run(scenario, models, record)
-    written = _written(ctx, result.as_json(), _OF_STUDIES | {"study"})
+    written = judged(ctx, result.as_json(), _OF_STUDIES | {"study"})
     without = None
     if scenario.slices.relays:
         alone = replace(scenario, slices=replace(scenario.slices, relays=False))
@@ -222,11 +227,13 @@ def _study(ctx: typer.Context, out: Path | None, plots: Path | None) -> None:
     if plots is not None:
         save_plots(result.figures, plots)
     others = ctx.params.keys() - _OF_BOTH - _OF_STUDIES
-    if write(out, _written(ctx, result.as_json(), others)):
+    if write(out, judged(ctx, result.as_json(), others)):
         show_study(result)
 
 
-def _written(ctx: typer.Context, result: dict[str, Any], others: Set[str]) -> dict[str, Any]:
+def judged(
+    ctx: typer.Context, result: dict[str, Any], others: Set[str] = frozenset()
+) -> dict[str, Any]:
     """Return a result with what is needed to judge it. `others`: options that it is not of."""
     from c2cserve.bench.provenance import provenance
 

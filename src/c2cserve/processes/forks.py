@@ -29,7 +29,7 @@ def forks(count: int) -> Generator[Executor | None]:
     gc.freeze()  # else a collection in a fork would copy every page of objects
     pool = ProcessPoolExecutor(count, get_context("fork"), initializer=_begin)
     try:
-        pool.submit(os.getpid).result()  # all processes are forked before the first task
+        _fork_all(pool)
         yield pool
     finally:
         for process in set(active_children()) - others:
@@ -38,7 +38,18 @@ def forks(count: int) -> Generator[Executor | None]:
         gc.unfreeze()
 
 
+def _fork_all(pool: Executor) -> None:
+    """Fork all processes before the first task. An interrupt waits meanwhile, or a fork that has
+    not begun would print where it was."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        pool.submit(os.getpid).result()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin() -> None:
     """Leave an interrupt of the terminal to the parent, which ends its children."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     end_with_parent()

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from c2cserve import __version__
 from c2cserve.cli.main import app
 from c2cserve.serving.catalog_shapes import find_models
 from c2cserve.sim.planning import progress
 from c2cserve.sim.planning import show as shown
 from c2cserve.sim.planning.plan import Planner
 from c2cserve.sim.planning.result import Plan, Wishes
+from c2cserve.sim.planning.time_left import Left
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.workload.build import WorkloadSettings
 
@@ -104,15 +106,15 @@ def test_lines_tell_of_progress_where_there_is_no_terminal(
 ) -> None:
     monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
     with progress.progress() as notify:
-        notify("gh200:mig7, 8 models", 1, 3.0)
-        notify("gh200:mig7, 8 models", 2, 2.0)
+        notify("gh200:mig7, 8 models", 1, Left(3.0, 3.0, 3.0))
+        notify("gh200:mig7, 8 models", 2, Left(2.0, 4.0, 8.0))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "2 simulations, about 2 s left: gh200:mig7, 8 models"
+    assert lines[-1] == "2 simulations, 2 to 8 s left: gh200:mig7, 8 models"
 
 
 def test_several_processes_find_what_one_does(tmp_path: Path) -> None:
-    """Only seconds differ. The reader of stdout may be a pipe."""
-    plans: list[object] = []
+    """Only dates and seconds differ. The reader of stdout may be a pipe."""
+    plans: list[dict[str, object]] = []
     for jobs in ("1", "3"):
         out = tmp_path / f"{jobs}.json"
         done = subprocess.run(
@@ -121,7 +123,28 @@ def test_several_processes_find_what_one_does(tmp_path: Path) -> None:
         )  # fmt: skip
         assert "serves" in done.stdout
         plans.append(json.loads(out.read_text()))
+        for changes in ("date", "machine", "parameters"):
+            plans[-1].pop(changes)
     assert plans[0] == plans[1]
+
+
+def test_the_json_says_when_and_of_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "requests.csv"
+    trace.write_text("t_s,model\n1,a\n2,b\n3,a\n")
+    with pytest.raises(SystemExit, match="0"):
+        app([*COMMAND[3:], "--trace", str(trace), "--most", "2", "--jobs", "1", "--json", "-"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["date"]
+    assert found["version"] == __version__
+    assert "commit" in found
+    assert found["machine"]["cpu"]
+    asked = found["parameters"]
+    assert asked["policies"]
+    assert (asked["hardware"], asked["trace"], asked["most"]) == ("gh200", "requests.csv", 2)
+    assert not {"out", "plots"} & asked.keys()
+    assert found["best"]["models"] == 2
 
 
 def test_an_interrupt_ends_the_plan_and_its_processes_at_once() -> None:
@@ -139,8 +162,29 @@ def test_an_interrupt_ends_the_plan_and_its_processes_at_once() -> None:
     finally:
         began.kill()
     assert began.returncode == 130
-    assert not error
+    assert error == "c2cserve: interrupted\n"
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+@pytest.mark.parametrize("after_s", [0.03, 0.1, 0.2, 1.0])
+@pytest.mark.parametrize("command", ["simulate", "plan --jobs 1"])
+def test_an_interrupt_at_any_time_is_one_line(command: str, after_s: float) -> None:
+    """While it imports, reads the trace or simulates."""
+    words = [*command.split(), "--hardware", "gh200", "--catalog", "llama-3.2-3b*64"]
+    program = (
+        "import sys; from c2cserve.cli.main import app\n"
+        f"sys.argv[1:] = {words}\n"
+        "print(flush=True); app()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as began:
+        assert began.stdout is not None
+        assert began.stdout.readline()
+        time.sleep(after_s)
+        began.send_signal(signal.SIGINT)
+        _, error = began.communicate(timeout=30)
+    assert (began.returncode, error) == (130, "c2cserve: interrupted\n")
 
 
 COMMAND = (

@@ -233,6 +233,17 @@ def test_files_of_lengths_are_no_traces_and_say_so() -> None:
     assert draws(Random(1)) == find_lengths("servegen")(Random(1))
 
 
+def test_a_synthetic_trace_has_so_many_times_the_requests() -> None:
+    few, many = (asked("synthetic:rate=2,duration=300", rate_scale=scale) for scale in (0.5, 3.0))
+    assert len(few) == pytest.approx(300, rel=0.2)
+    assert len(many) == pytest.approx(1800, rel=0.2)
+
+
+def test_a_synthetic_trace_has_no_columns() -> None:
+    with pytest.raises(ValueError, match="no columns"):
+        asked("synthetic:rate=2", where={"model": "a"})
+
+
 def test_synthetic_workloads_follow_their_numbers() -> None:
     requests = asked("synthetic:rate=20,duration=500,sources=8,zipf=1,prompt=100,output=50")
     assert len(requests) == pytest.approx(10_000, rel=0.05)

@@ -9,7 +9,7 @@ with the nearest one that all seeds have simulated, seed by seed:
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, sqrt
-from statistics import mean, stdev
+from statistics import fmean, stdev
 
 _SURE = 2.0
 """Standard errors between what is expected and what was asked for."""
@@ -41,9 +41,9 @@ class Estimates:
         shares = self._shares[models]
         nearest = self._nearest(models)
         if nearest is None or len(shares) == self.seeds:
-            return mean(shares.values())
+            return fmean(shares.values())
         there = self._shares[nearest]
-        return mean(there.values()) + mean(self._differences(shares, there))
+        return fmean(there.values()) + fmean(self._differences(shares, there))
 
     def surely(self, models: int, asked: float) -> bool:
         """Whether it is sure on which side of `asked` the mean over all seeds is.
@@ -77,7 +77,7 @@ class Estimates:
             if nearest is None or len(shares) < 2:
                 continue
             found = self._differences(shares, self._shares[nearest])
-            middle = mean(found)
+            middle = fmean(found)
             squares += sum((one - middle) ** 2 for one in found)
             freedom += len(found) - 1
         return sqrt(squares / freedom) if freedom >= _ENOUGH else stdev(whole.values())

@@ -15,7 +15,7 @@ the one that helps more is the bottleneck.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from functools import partial
+from itertools import count
 from math import ceil
 from statistics import mean
 from time import monotonic
@@ -24,8 +24,9 @@ from c2cserve.sim.planning.bottleneck import could_bind
 from c2cserve.sim.planning.estimates import Estimates
 from c2cserve.sim.planning.result import Bottleneck, Dedicated, Plan, Wishes
 from c2cserve.sim.planning.search import Search
-from c2cserve.sim.planning.time_left import Part, TimeLeft
-from c2cserve.sim.planning.trials import SeedResult, Simulated, Trial, Trials, gpus, load_of
+from c2cserve.sim.planning.time_left import Left, TimeLeft
+from c2cserve.sim.planning.timeline import Here, Log
+from c2cserve.sim.planning.trials import Ran, Trial, Trials, gpus, load_of
 from c2cserve.sim.run import Scenario, preset_of
 from c2cserve.sim.world.hardware import SimMachine, build, find
 from c2cserve.sim.world.shapes import SimModel
@@ -33,59 +34,101 @@ from c2cserve.sim.world.shapes import SimModel
 _CLOSEST = 2
 """Resources that are tried with a second seed. Experiments are compared with the same seeds of the
 trial, so few are enough."""
-_EXPERIMENTS = 6
-"""Simulations of experiments, about: of four resources or five, and of the closest ones again."""
 
-_TRIALS = 4
-"""Trials of all seeds that a search takes, about, from ends that are far from each other."""
-
-Progress = Callable[[str, int, float], None]
-"""Receives what was simulated, how many simulations have ended, and the seconds that those to come
-will take (`TimeLeft`). The trials of a search are guessed."""
+Progress = Callable[[str, int, Left], None]
+"""Receives what was simulated, how many simulations have ended, and the time that is left."""
 
 
 class Planner:
-    """Runs the trials of one search.
-
-    `base` is all but hardware and catalogue. `models` is the catalogue; larger ones repeat it."""
+    """Answers what a machine serves, or which machine is enough, and says how long that takes."""
 
     def __init__(
         self, base: Scenario, models: Sequence[SimModel], attainment: float, progress: Progress,
         wishes: Wishes | None = None, executor: Executor | None = None, width: int = 1,
         clock: Callable[[], float] = monotonic,
     ) -> None:  # fmt: skip
-        """Simulations run on `executor`, `width` at a time, or in this process. Raises OSError,
-        ValueError (and its kinds)."""
-        self._base, self._models = base, models
-        self._wishes = wishes or Wishes()
-        self._progress = progress
+        """`base` is all but hardware and catalogue. `models` is the catalogue; larger ones repeat
+        it. Simulations run on `executor`, `width` at a time, or one by one in this process. Raises
+        OSError, ValueError (and its kinds)."""
+        self._question = Question(base, models, attainment, wishes or Wishes(), width)
+        self._progress, self._clock = progress, clock
+        self._log = Log(executor or Here(), clock)
+
+    def smallest_machine(self, machines: Sequence[str]) -> Plan:
+        """Try `machines`, given from small to large, until one passes.
+
+        Raises ValueError (and its kinds)."""
+        for hardware in machines:
+            self._question.machine(hardware)
+        return self._run(lambda search: search.smallest_machine(machines))
+
+    def largest_catalogue(self, hardware: str, most: int) -> Plan:
+        """Search up to `most` models. Raises ValueError (and its kinds)."""
+        self._question.machine(hardware)
+        return self._run(lambda search: search.largest_catalogue(hardware, most))
+
+    def _run(self, steps: "Callable[[PlanSearch], Plan]") -> Plan:
+        """Make all `steps` of a plan. The time left is foretold with the same ones."""
+        question, done = self._question, count(1)
+
+        def again(executor: Executor) -> Plan:
+            return steps(PlanSearch(question, executor, lambda what, job, result: None))
+
+        left = TimeLeft(
+            self._log, again, question.attainment, question.wishes.seeds, question.width,
+            self._clock,
+        )  # fmt: skip
+        return steps(
+            PlanSearch(
+                question, self._log,
+                lambda what, job, result: self._progress(what, next(done), left.now()),
+            )
+        )  # fmt: skip
+
+
+class Question:
+    """What a plan is asked, and the catalogues and machines that it tries."""
+
+    def __init__(
+        self, base: Scenario, models: Sequence[SimModel], attainment: float, wishes: Wishes,
+        width: int,
+    ) -> None:  # fmt: skip
+        """Raises OSError, ValueError (and its kinds)."""
         load = load_of(base)
         if load.empty:
             raise ValueError("the trace has no requests in this time")
-        self._grows = load.grows
+        self.grows = load.grows
+        self.base, self.models, self.attainment = base, models, attainment
+        self.wishes, self.width = wishes, width
+        self._catalogues: dict[int, tuple[SimModel, ...]] = {}
+        self._machines: dict[str, SimMachine] = {}
+
+    def catalogue(self, count: int) -> tuple[SimModel, ...]:
+        if count not in self._catalogues:
+            self._catalogues[count] = tuple(grown(self.models, count))
+        return self._catalogues[count]
+
+    def machine(self, hardware: str) -> SimMachine:
+        """Raises ValueError (and its kinds)."""
+        if hardware not in self._machines:
+            found = build(hardware, self.base.slices, preset_of(self.base))
+            self._machines[hardware] = found
+        return self._machines[hardware]
+
+
+class PlanSearch:
+    """Runs the trials of one search."""
+
+    def __init__(self, question: Question, executor: Executor, ran: Ran) -> None:
+        self._base, self._models = question.base, question.models
+        self._question, self._wishes = question, question.wishes
         seeds = self._wishes.seeds
-        self._runner = Trials(base, attainment, seeds, executor, self._ran, width)
-        self._attainment = attainment
+        self._attainment = question.attainment
+        self._runner = Trials(self._base, self._attainment, seeds, executor, ran, question.width)
         self._trials: list[Trial] = []
-        self._time, self._clock = TimeLeft(width), clock
         self._estimates = Estimates(seeds)
         self._compared = set[int]()
         """Catalogues that were tried with as many seeds as it took."""
-        self._done = self._models_now = 0
-        """Simulations that have ended, and the models of this trial."""
-        self._of_trial = 0
-        """Simulations of it that are to come."""
-        self._after: list[Part] = []
-        self._whole_trials = _TRIALS
-        """Trials of all seeds that the search takes, about. With a line to go by it takes fewer."""
-        self._shares: list[float] = []
-        self._again: Callable[[], None] | None = None
-        """Shares of the seeds of a machine's trial, and what notes anew what follows from them."""
-        self._bounded = False
-        """Whether the search has found both of its ends."""
-        """Models and simulations of what follows this trial."""
-        self._others = self._wishes.spare + 3 * self._wishes.layouts + base.slices.relays
-        """Trials to come that the wishes ask for."""
 
     def smallest_machine(self, machines: Sequence[str]) -> Plan:
         """Try `machines`, given from small to large, until one passes.
@@ -93,10 +136,6 @@ class Planner:
         Raises ValueError (and its kinds)."""
         beyond: Trial | None = None
         for hardware in machines:
-            self._machine(hardware)
-        for hardware in machines:
-            self._shares = []
-            self._expect_machine(last=hardware == machines[-1], failed=beyond is not None)
             trial = self._try(hardware, len(self._models))
             if trial.passed:
                 return self._plan(trial, beyond)
@@ -105,11 +144,10 @@ class Planner:
 
     def largest_catalogue(self, hardware: str, most: int) -> Plan:
         """Search up to `most` models. Raises ValueError (and its kinds)."""
-        self._machine(hardware)
+        self._question.machine(hardware)
         trials: dict[int, Trial] = {}
         search = self._bracket(hardware, most, trials)
         while (count := search.next()) is not None:
-            self._expect_ends(hardware, search, count)
             several = search.between and self._wishes.seeds > 1
             if not several:
                 self._begin_last(hardware, search)
@@ -121,10 +159,10 @@ class Planner:
     def _begin_last(self, hardware: str, search: Search) -> None:
         """Begin what is left once the ends are close: to confirm them, and the experiments."""
         for end in search.unconfirmed:
-            self._runner.begin(hardware, grown(self._models, end))
+            self._runner.begin(hardware, self._question.catalogue(end))
         if search.failed and self._sure_of_ends(search):
-            models = grown(self._models, search.failed)
-            names = could_bind(self._machine(hardware), models)
+            models = self._question.catalogue(search.failed)
+            names = could_bind(self._question.machine(hardware), models)
             self._runner.begin_with_more(hardware, models, names)
 
     def _bracket(self, hardware: str, most: int, trials: dict[int, Trial]) -> Search:
@@ -135,10 +173,9 @@ class Planner:
         count = min(len(self._models), most)
         last: Trial | None = None
         while True:
-            self._expect_bracket(search, count, last)
             for soon in (count, self._soon(search, count, last)):
                 if 0 < soon <= most:
-                    self._runner.begin(hardware, grown(self._models, soon), seeds=1, cut=cut)
+                    self._runner.begin(hardware, self._question.catalogue(soon), seeds=1, cut=cut)
             last = trials[count] = self._try(hardware, count, seeds=1, cut=cut)
             self._note(search, last)
             if count == (most if last.passed else 1):
@@ -146,10 +183,8 @@ class Planner:
             if search.passed and search.failed:
                 break
             count = min(2 * count, most) if last.passed else count // 2
-        self._whole_trials -= not search.middle
         if cut and search.middle:
             count = search.middle
-            self._expect_bracket(search, count, last)
             trials[count] = self._try(hardware, count, seeds=1, cut=True)
             self._note(search, trials[count])
         return search
@@ -184,7 +219,7 @@ class Planner:
             self._estimates.note(count, seed, share)
             return self._estimates.surely(count, self._attainment)
 
-        models = grown(self._models, count)
+        models = self._question.catalogue(count)
         trial = self._runner.run(
             hardware, models, seeds=seeds, cut=cut, enough=sure if enough else None
         )
@@ -200,83 +235,20 @@ class Planner:
         self._trials.append(trial)
         return trial
 
-    # ---- how long it takes ----------------------------------------------------------------------
-
-    def _expect(self, now: Part, later: Sequence[Part] = (), *, searching: bool = True) -> None:
-        """Note what is to come (models and simulations): a trial, `later` ones, experiments after
-        a search, and what else was asked for."""
-        last = later[-1][0] if later else now[0]
-        self._models_now, self._of_trial = now
-        self._after = [*later, *[(last, self._wishes.seeds)] * self._others]
-        if searching:
-            self._after += [(last, _EXPERIMENTS - _CLOSEST), (last, _CLOSEST)]
-
-    def _expect_machine(self, *, last: bool, failed: bool) -> None:
-        """Note what is left of a machine's trial. The next one follows if it seems to fail.
-        `failed`: a smaller machine has failed."""
-        count, seeds = len(self._models), self._wishes.seeds
-        fails = bool(self._shares) and mean(self._shares) < self._attainment
-        later = [(count, seeds)] if fails and not last else []
-        self._again = partial(self._expect_machine, last=last, failed=failed)
-        self._expect((count, seeds - len(self._shares)), later, searching=fails or failed)
-
-    def _expect_bracket(self, search: Search, count: int, last: Trial | None) -> None:
-        """Note a trial of one seed, and the search that follows it."""
-        end, seeds = count, self._wishes.seeds
-        if last is not None and last.passed and last.use.busy > 0:
-            end = round(min(2 * count, max(last.models, last.models / last.use.busy)))
-        self._expect((count, 1), [(end, 1), *[(end, seeds)] * self._whole_trials])
-
-    def _expect_ends(self, hardware: str, search: Search, count: int) -> None:
-        """Note a trial between the ends of the search, or of an end, and those that follow."""
-        seeds = self._wishes.seeds
-
-        def missing(models: int) -> int:
-            return self._runner.missing(hardware, grown(self._models, models))
-
-        if not search.between:
-            later = [(end, missing(end)) for end in search.unconfirmed if end != count]
-            if not self._sure_of_ends(search):
-                later += [(count, seeds)] * 2
-        else:
-            ends = sum(end in search.complete for end in (search.passed, search.failed))
-            later = [(count, seeds)] * (2 - ends if search.complete else self._whole_trials - 1)
-        self._expect((count, missing(count)), later)
-        self._bounded = True
-
-    def _ran(self, what: str, job: Simulated, done: SeedResult) -> None:
-        self._done += 1
-        self._of_trial = max(0, self._of_trial - 1)
-        if self._again is not None:
-            self._shares.append(done.attainment)
-            self._again()
-        if not done.cut or self._done == 1:
-            self._time.note(len(job.models), done.took_s)
-        left_s = self._time.left_s(
-            (self._models_now, self._of_trial), self._after, self._clock(), bounded=self._bounded
-        )
-        self._progress(what, self._done, left_s)
-
-    # ---- what follows from the answer -----------------------------------------------------------
-
     def _plan(self, best: Trial | None, beyond: Trial | None) -> Plan:
-        self._again = None
         trials = tuple(self._trials)
         names = other_layouts(best.hardware) if best and self._wishes.layouts else []
-        self._others = len(names) + bool(best and self._wishes.spare) + self._base.slices.relays
         bottlenecks = () if beyond is None else tuple(self._bottlenecks(beyond))
-        found = Plan(trials, best, beyond, bottlenecks, self._grows)
+        found = Plan(trials, best, beyond, bottlenecks, self._question.grows)
         if best is None:
             return found
-        models = grown(self._models, best.models)
-        machine = self._machine(best.hardware)
+        models = self._question.catalogue(best.models)
+        machine = self._question.machine(best.hardware)
         layouts: list[Trial] = []
         for name in names:
-            self._another(best.models)
             layouts.append(self._runner.run(name, models))
         spare = None
         if self._wishes.spare and len(gpus(machine)) > 1:
-            self._another(best.models)
             spare = self._runner.run(best.hardware, models, lost=1)
         missing: list[str] = []
         if self._wishes.layouts and not names:
@@ -294,25 +266,18 @@ class Planner:
     ) -> Trial | None:
         if not any(one.relays for one in machine.slices):
             return None
-        self._another(len(models))
         base = replace(self._base, slices=replace(self._base.slices, relays=False))
         return self._runner.of(base).run(hardware, models)
 
-    def _another(self, models: int) -> None:
-        """Note that one of the trials begins that the wishes ask for."""
-        self._others -= 1
-        self._expect((models, self._wishes.seeds), searching=False)
-
     def _bottlenecks(self, trial: Trial) -> Iterator[Bottleneck]:
         """Yield what more of each resource brings, by one seed of the trial or its first two."""
-        names = could_bind(self._machine(trial.hardware), grown(self._models, trial.models))
+        names = could_bind(
+            self._question.machine(trial.hardware), self._question.catalogue(trial.models)
+        )
         rounds = 2 if len(trial.shares) > 1 else 1
-        closest = [(trial.models, _CLOSEST)] * (rounds - 1)
-        self._expect((trial.models, len(names)), closest, searching=False)
         found = {what: [share] for what, share in self._with_more(trial, names, 0)}
         if rounds > 1:
             closest = sorted(names, key=lambda what: -found[what][0])[:_CLOSEST]
-            self._expect((trial.models, len(closest)), searching=False)
             for what, share in self._with_more(trial, closest, 1):
                 found[what].append(share)
         for what, shares in found.items():
@@ -322,12 +287,9 @@ class Planner:
     def _with_more(
         self, trial: Trial, names: Sequence[str], seed: int
     ) -> Iterator[tuple[str, float]]:
-        models = grown(self._models, trial.models)
+        models = self._question.catalogue(trial.models)
         shares = self._runner.with_more(trial.hardware, models, names, seed)
         return zip(names, shares, strict=True)
-
-    def _machine(self, hardware: str) -> SimMachine:
-        return build(hardware, self._base.slices, preset_of(self._base))
 
     def _dedicated(self, machine: SimMachine, models: Sequence[SimModel]) -> Dedicated | None:
         """Return what it takes to give each model GPUs of its own. Its weights must fit into their

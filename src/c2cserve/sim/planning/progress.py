@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from c2cserve.sim.planning.plan import Progress as Notified
+from c2cserve.sim.planning.time_left import Left
 from c2cserve.terminal.output import progress_console
 
 _LINE_EVERY_S = 5.0
@@ -18,9 +19,8 @@ class _Left(ProgressColumn):
     """The time left, which runs down between two simulations."""
 
     def render(self, task: Task) -> Text:
-        until_s = task.fields["until_s"]
-        left_s = max(0.0, until_s - time.monotonic())
-        return Text(f"about {left_s:.0f} s left" if until_s else "")
+        left: Left | None = task.fields["left"]
+        return Text("" if left is None else str(left.after(time.monotonic() - task.fields["at_s"])))
 
 
 @contextmanager
@@ -32,14 +32,14 @@ def progress() -> Generator[Notified]:
         return
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), _Left())
     with Progress(*columns, console=progress_console(), transient=True) as bar:
-        task = bar.add_task("", total=None, until_s=0.0)
+        task = bar.add_task("", total=None, left=None, at_s=0.0)
         began_s = time.monotonic()
 
-        def show(what: str, done: int, left_s: float) -> None:
+        def show(what: str, done: int, left: Left) -> None:
             now_s = time.monotonic()
             bar.update(
-                task, description=what, completed=now_s - began_s, total=now_s - began_s + left_s,
-                until_s=now_s + left_s,
+                task, description=what, completed=now_s - began_s,
+                total=now_s - began_s + left.about_s, left=left, at_s=now_s,
             )  # fmt: skip
 
         yield show
@@ -48,11 +48,11 @@ def progress() -> Generator[Notified]:
 def _lines() -> Notified:
     said_s = time.monotonic()
 
-    def show(what: str, done: int, left_s: float) -> None:
+    def show(what: str, done: int, left: Left) -> None:
         nonlocal said_s
         if (now_s := time.monotonic()) - said_s >= _LINE_EVERY_S:
             said_s = now_s
-            sys.stderr.write(f"{done} simulations, about {left_s:.0f} s left: {what}\n")
+            sys.stderr.write(f"{done} simulations, {left}: {what}\n")
             sys.stderr.flush()
 
     return show

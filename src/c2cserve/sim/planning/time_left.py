@@ -1,62 +1,94 @@
-"""How long the simulations that are to come will take."""
+"""How long a plan will take, by going through the rest of it in virtual time.
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from math import ceil, log, sqrt
+The same search runs with the results that are known, and with guesses for all others
+(`sim.planning.guesses`), on as many processors. So trials, seeds, experiments and what is asked for
+besides are all foretold. Several guesses give a range.
+"""
 
-_GROWS = 1.5
-"""The time of a simulation grows with its models to this power: more requests, and larger batches
-of events. (1.9 between 32 and 64 models on one H200, 1.0 where the machine has much room.)"""
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
 
-Part = tuple[int, int]
-"""Models, and how many simulations of so many run side by side before anything else begins."""
-_JUMP = 1.3
-"""How many times as long as before the time left may become at once."""
+from c2cserve.sim.planning.guesses import Guess, Times
+from c2cserve.sim.planning.timeline import Foretold, Log
+
+_GUESSES = 15
+_WIDER = 1.25
+"""Power of the range of the guesses that is said: so few do not reach as far as can be."""
+_PART = 0.03
+"""Part of the time that may go to foretelling."""
+_SURE = 1.5
+"""If the longest time left is at most so many times the shortest, it is said as one."""
+_SHORT_S = 1.0
+"""What does not count."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Seconds that are left: from which to which, and about how many."""
+
+    least_s: float = 0.0
+    about_s: float = 0.0
+    most_s: float = 0.0
+
+    @property
+    def sure(self) -> bool:
+        """Whether one number says enough."""
+        return self.most_s <= max(_SURE * self.least_s, self.least_s + _SHORT_S)
+
+    def after(self, passed_s: float) -> "Left":
+        """Return what is left of it after so many seconds."""
+        times = (max(0.0, one - passed_s) for one in (self.least_s, self.about_s, self.most_s))
+        return Left(*times)
+
+    def __str__(self) -> str:
+        if self.sure:
+            return f"about {_said(self.about_s)} left"
+        least, most = _said(self.least_s), _said(self.most_s)
+        unit = most.rpartition(" ")[2]
+        return f"{least.removesuffix(f' {unit}')} to {most} left"
+
+
+def _said(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100.0 else f"{seconds / 60.0:.0f} min"
+
+
 class TimeLeft:
-    """Foretells times by those of the simulations of about as many models."""
+    def __init__(
+        self, log: Log, again: Callable[[Executor], object], asked: float, seeds: int,
+        width: int, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """`again` runs the whole plan on another executor. `seeds`: of a whole trial."""
+        self._log, self._again = log, again
+        self._asked, self._seeds = asked, seeds
+        self._width, self._clock = width, clock
+        self._left, self._said_s = Left(), 0.0
+        self._next_s = 0.0
+        """When it may be foretold anew."""
 
-    width: int = 1
-    """Simulations at a time."""
-    _took: dict[int, float] = field(default_factory=dict[int, float])
-    _until_s: float = 0.0
-    """When the simulations will have ended, as it was said last."""
+    def now(self) -> Left:
+        """Return the time left."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return self._left.after(now_s - self._said_s)
+        self._left, self._said_s = self._foretold(now_s), now_s
+        self._next_s = now_s + (self._clock() - now_s) / _PART
+        return self._left
 
-    def note(self, models: int, took_s: float) -> None:
-        """Note a simulation. One that was cut short is none."""
-        before_s = self._took.get(models, took_s)
-        self._took[models] = (before_s + took_s) / 2
-
-    def left_s(self, now: Part, later: Iterable[Part], clock_s: float, *, bounded: bool) -> float:
-        """Return the seconds that a part under way and later ones take, one after the other.
-
-        `bounded`: it is known between which numbers of models the search goes on. What it still
-        needs is a guess that each trial changes. So the answer goes half of the way from the one
-        before, as that has run down by now, and not further than `_JUMP`."""
-        models, count = now
-        found_s = self._one_s(models) * count / self.width
-        found_s += sum(
-            self._one_s(models) * ceil(count / self.width) for models, count in later if count
-        )
-        before_s = max(0.0, self._until_s - clock_s)
-        if bounded and min(found_s, before_s) > 0.0:
-            found_s = before_s * min(max(sqrt(found_s / before_s), 1.0 / _JUMP), _JUMP)
-        self._until_s = clock_s + found_s
-        return found_s
-
-    def _one_s(self, models: int) -> float:
-        """Return the seconds of one simulation, on a curve through the two nearest known ones."""
-        if not self._took:
-            return 0.0
-        below = max((one for one in self._took if one <= models), default=0)
-        above = min((one for one in self._took if one >= models), default=0)
-        if below and above and below != above:
-            power = log(self._took[above] / self._took[below]) / log(above / below)
-        else:
-            power = _GROWS
-        nearest = min(
-            (one for one in (below, above) if one), key=lambda one: abs(log(one / models))
-        )
-        return self._took[nearest] * (models / nearest) ** power
+    def _foretold(self, now_s: float) -> Left:
+        ended = [
+            (one.job, one.result) for one in list(self._log.begun.values())
+            if one.result is not None and one.ended_s is not None
+        ]  # fmt: skip
+        times = Times(ended)
+        found: list[float] = []
+        for number in range(_GUESSES):
+            guess = Guess(ended, times, self._asked, self._seeds, number)
+            foretold = Foretold(self._log, guess.of, now_s, self._width)
+            self._again(foretold)
+            found.append(max(0.0, foretold.now_s - now_s))
+        found.sort()
+        about_s = found[_GUESSES // 2]
+        least_s = about_s * (found[0] / about_s) ** _WIDER if about_s else 0.0
+        most_s = about_s * (found[-1] / about_s) ** _WIDER if about_s else found[-1]
+        return Left(least_s, about_s, most_s)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from math import sqrt
-from statistics import mean, stdev
+from statistics import fmean, stdev
 from time import perf_counter
 
 from c2cserve.sim.planning.bottleneck import RESOURCES
@@ -110,25 +110,25 @@ class Trial:
     """It ended early, because it could not pass any more. All figures are of what was simulated."""
 
 
-_Key = tuple[str, tuple[str, ...], int, str, int, float]
-"""What tells one simulation of a plan from another."""
+TrialKey = tuple[str, bool, int, int, str, int, float]
+"""What tells one simulation of a plan from another: a catalogue by how many models it has."""
 
 
 class Trials:
     """Runs trials of one scenario on an executor."""
 
     def __init__(
-        self, base: Scenario, attainment: float, seeds: int, executor: Executor | None, ran: Ran,
+        self, base: Scenario, attainment: float, seeds: int, executor: Executor, ran: Ran,
         width: int = 1,
     ) -> None:  # fmt: skip
-        """`executor`: None runs one simulation after the other in this process. `width`: how many
-        run on it at a time."""
+        """`width`: how many simulations run on `executor` at a time."""
         self._base, self._attainment = base, attainment
         self._seeds, self._executor, self._ran = seeds, executor, ran
         self._width = width
-        self._begun: dict[_Key, Future[SeedResult]] = {}
+        self._begun: dict[TrialKey, Future[SeedResult]] = {}
         """All simulations so far: none runs twice."""
-        self._asked_for: set[_Key] = set()
+        self._seeded: dict[int, Scenario] = {}
+        self._asked_for: set[TrialKey] = set()
         """Those whose results a trial or an experiment has."""
 
     def of(self, base: Scenario) -> "Trials":
@@ -150,16 +150,9 @@ class Trials:
         self._begin_soon(self._with_more(hardware, models, resources, 0))
 
     def _begin_soon(self, jobs: Sequence[Simulated]) -> None:
-        if self._executor is not None and self._width > 1:
+        if self._width > 1:
             for job in jobs:
                 self._begin(job)
-
-    def missing(
-        self, hardware: str, models: Sequence[SimModel], *, seeds: int | None = None
-    ) -> int:
-        """Return how many of a trial's simulations no other trial has had."""
-        keys = (_key(job) for job in self._jobs(hardware, models, seeds, 0, False))
-        return sum(key not in self._asked_for for key in keys)
 
     def run(
         self, hardware: str, models: Sequence[SimModel], *, seeds: int | None = None,
@@ -203,19 +196,20 @@ class Trials:
         return [self._job(one, number) for number in range(seeds)]
 
     def _job(self, job: Simulated, number: int) -> Simulated:
-        return replace(job, scenario=_seeded(self._base, self._base.seed + number))
+        if number not in self._seeded:
+            self._seeded[number] = _seeded(self._base, self._base.seed + number)
+        return replace(job, scenario=self._seeded[number])
 
     def _run(self, jobs: Sequence[Simulated], what: str, *, every: bool) -> Iterator[SeedResult]:
         """Yield the results in order. `every`: all of them are needed. Else no more are under way
         than run at a time."""
-        width = len(jobs) if every else self._width
-        width = width if self._executor is not None else 1
+        width = len(jobs) if every and self._width > 1 else self._width
         for number, job in enumerate(jobs):
             begun = [self._begin(one) for one in jobs[number : number + width]]
-            done, whole = begun[0].result(), _key(replace(job, enough=0.0))
+            done, key = begun[0].result(), key_of(job)
             if not done.cut:
-                self._begun[whole] = begun[0]
-            key = _key(job) if done.cut else whole
+                key = _whole(key)
+                self._begun[key] = begun[0]
             if key not in self._asked_for:
                 self._asked_for.add(key)
                 self._ran(what, job, done)
@@ -223,18 +217,15 @@ class Trials:
 
     def _begin(self, job: Simulated) -> "Future[SeedResult]":
         """Return a simulation, which is begun if none of the same was."""
-        key = _key(job)
-        begun = self._begun.get(_key(replace(job, enough=0.0))) or self._begun.get(key)
-        if begun is None and self._executor is not None:
+        key = key_of(job)
+        begun = self._begun.get(_whole(key)) or self._begun.get(key)
+        if begun is None:
             begun = self._begun[key] = self._executor.submit(simulate, job)
-        elif begun is None:
-            begun = self._begun[key] = Future()
-            begun.set_result(simulate(job))
         return begun
 
     def _trial(self, hardware: str, models: int, runs: Sequence[SeedResult]) -> Trial:
         shares = [one.attainment for one in runs]
-        attainment = mean(shares)
+        attainment = fmean(shares)
         asked, met = Counter[str](), Counter[str]()
         for one in runs:
             asked.update(one.asked)
@@ -245,24 +236,30 @@ class Trials:
         ]  # fmt: skip
         misses.sort(key=lambda miss: (met[miss.model] - asked[miss.model], miss.model))
         use = {
-            field: mean(getattr(one.use, field) for one in runs)
+            field: fmean(getattr(one.use, field) for one in runs)
             for field in Utilization.__dataclass_fields__
         }
         return Trial(
             hardware=hardware, models=models, seeds=len(runs),
-            requests=round(mean(one.requests for one in runs)),
+            requests=round(fmean(one.requests for one in runs)),
             attainment=attainment, plus_minus=half_interval(shares),
-            ttft_p95_s=mean(one.ttft_p95_s for one in runs),
-            tpot_p95_s=mean(one.tpot_p95_s for one in runs),
+            ttft_p95_s=fmean(one.ttft_p95_s for one in runs),
+            tpot_p95_s=fmean(one.tpot_p95_s for one in runs),
             use=Utilization(**use), misses=tuple(misses),
             passed=attainment >= self._attainment,
             shares=tuple(shares), cut=any(one.cut for one in runs),
         )  # fmt: skip
 
 
-def _key(job: Simulated) -> _Key:
-    names = tuple(model.spec.id for model in job.models)
-    return job.hardware, names, job.scenario.seed, job.more, job.lost, job.enough
+def key_of(job: Simulated) -> TrialKey:
+    scenario, count = job.scenario, len(job.models)
+    relays = scenario.slices.relays
+    return job.hardware, relays, count, scenario.seed, job.more, job.lost, job.enough
+
+
+def _whole(key: TrialKey) -> TrialKey:
+    """Return the key of the same that is not cut short."""
+    return (*key[:-1], 0.0)
 
 
 def half_interval(values: Sequence[float]) -> float:
@@ -297,8 +294,8 @@ def simulate(job: Simulated) -> SeedResult:
         machine = without_gpus(machine, job.lost)
     if job.more:
         machine = RESOURCES[job.more](machine, MORE)
-    began_s = perf_counter()
     requests = load_of(job.scenario).of(job.models)
+    began_s = perf_counter()
     most_missed = int(len(requests) * (1.0 - job.enough))
     ended: list[TrackedRequest] = []
     coming = requests if not job.enough else _while_few_miss(requests, ended, most_missed)

@@ -29,7 +29,8 @@ class WorkloadSettings:
     duration_s: float = float("inf")
     """Duration in the trace's own time; infinite: all of it (an hour of a trace of rates)."""
     rate_scale: float = 1.0
-    """Factor on the requests of a trace of rates; of other traces, a random share of them."""
+    """Factor on the rates of a trace of rates or a synthetic one; of a trace of requests, a random
+    share of them."""
     limit: int | None = None
     """The most requests, or None."""
     lengths: str = "azure-conv"
@@ -87,7 +88,10 @@ def _requests(
 
 def _rows(settings: WorkloadSettings) -> list[Row]:
     if settings.trace.startswith("synthetic:"):
-        return synthetic(settings.trace.removeprefix("synthetic:"), settings.seed)
+        if settings.where:
+            raise ValueError("a synthetic trace has no columns to choose lines by (--where)")
+        text = settings.trace.removeprefix("synthetic:")
+        return synthetic(text, settings.seed, settings.rate_scale)
     path = find_path(settings.trace)
     if has_rates(path):
         duration_s = settings.duration_s if isfinite(settings.duration_s) else _RATES_S

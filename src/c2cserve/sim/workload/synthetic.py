@@ -15,8 +15,8 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
-def synthetic(text: str, seed: int) -> list[Row]:
-    """Sample the requests that `text` describes. Raises TraceError."""
+def synthetic(text: str, seed: int, scale: float = 1.0) -> list[Row]:
+    """Sample the requests that `text` describes, at `scale` times its rate. Raises TraceError."""
     values = dict(_DEFAULTS)
     for term in filter(None, text.split(",")):
         key, _, value = term.partition("=")
@@ -29,6 +29,7 @@ def synthetic(text: str, seed: int) -> list[Row]:
         raise TraceError(f"no key {min(unknown)!r}; there are {', '.join(_DEFAULTS)}")
     if min(values["rate"], values["duration"], values["sources"], values["cv"]) <= 0:
         raise TraceError("rate, duration, sources and cv must be greater than 0")
+    values["rate"] *= scale
     return _rows(values, Random(f"{seed}/synthetic"))
 
 
