@@ -97,3 +97,20 @@ def test_one_tenant_by_any_name_is_served_as_without_names(
     plain.run()
     named.run()
     assert plain.steps == named.steps
+
+
+def test_a_limited_prompt_does_not_hide_how_long_its_tokens_take() -> None:
+    """Prompts of a greedy tenant get a few tokens in each step, fewer than the step has room for.
+    What was not computed took no time."""
+    world = SliceTestWorld(
+        small_slice(400, max_batch=64), 0, [spec("m"), spec("other")], token_s=_TOKEN_S
+    )
+    world.activate()
+    for number in range(4):
+        long = replace(of("A", f"a{number}", at=0.1, new=4), prompt_len=160)
+        world.submit_at(0.1, long)
+    world.submit_at(0.0, of("B", "b", new=500))
+    world.run()
+    chunks = [part.tokens for _, step in world.steps for part in step.seqs if part.tokens > 1]
+    assert min(chunks) < 16, "some were limited"
+    assert world.policy.step_times()["m"].prefill_token_s == pytest.approx(_TOKEN_S, rel=0.2)

@@ -365,10 +365,10 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
     ) -> bool:  # fmt: skip
         seqs: list[Seq] = []
         parts: list[SeqStep] = []
-        budget = 0
+        left = 0
         if prefills and len(decodes) < self._slice.max_batch:
             beside = [one for one in self._busy if self._lane_of(one.name) == lane]
-            budget = self._strategies.prefill_budget(
+            left = self._strategies.prefill_budget(
                 beside, model, prefills[0], now, len(decodes), self._slice.max_step_tokens
             )
         for seq in decodes[: self._slice.max_batch]:
@@ -377,14 +377,12 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
             if seq.started and not seq.paused and (room or self._make_room(seq)):
                 seqs.append(seq)
                 parts.append(seq.issue(1))
-        decoding, left = len(parts), budget
+        decoding = len(parts)
         for seq in prefills:
-            if left <= 0 or len(parts) == self._slice.max_batch:
-                break
             if limit_s is not None and self._shares.is_greedy(seq):
                 left = min(left, spare_tokens(model.time, parts, decoding, limit_s))
-                if left <= 0:
-                    break
+            if left <= 0 or len(parts) == self._slice.max_batch:
+                break
             if not seq.paused and (seq.started or self._admit(seq)):
                 seqs.append(seq)
                 parts.append(seq.issue(min(left, seq.expected - seq.issued)))
@@ -392,8 +390,9 @@ class SlicePolicy(SliceMemory[ExtraT], Policy[ev.SliceEvent, SliceAction | Extra
         if not parts:
             return False
         step = Step(self._step_ids.take(), model.name, tuple(parts), self.arena.end_bytes, lane)
-        expected_s = model.time.step_s(decoding, budget - left)
-        launched = StepInFlight(step, model, seqs, decoding, budget - left, expected_s)
+        prefilling = sum(part.tokens for part in parts[decoding:])
+        expected_s = model.time.step_s(decoding, prefilling)
+        launched = StepInFlight(step, model, seqs, decoding, prefilling, expected_s)
         self._in_flight.launched((launched,))
         model.last_step = step.id
         self._actions.append(RunStep(step))
