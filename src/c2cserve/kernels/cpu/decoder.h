@@ -67,12 +67,9 @@ class LayerRunner {
     if (Fault fault = misplaced(layers[0], where); fault != Fault::none) return fault;
     for (int64_t i = 0; i < count; ++i) {
       const LayerRecord& l = layers[i];
-      if (i == 0)
-        rms_norm(pool_, x_, s_.hidden, l.input_norm, s_.eps, s_.tokens, s_.width);
-      else
-        add_rms_norm(pool_, x_, y_, s_.hidden, l.input_norm, s_.eps, s_.tokens, s_.width);
+      norm(l.input_norm, i == 0 ? nullptr : y_, packs(l));
       attend(l);
-      add_rms_norm(pool_, x_, y_, s_.hidden, l.post_norm, s_.eps, s_.tokens, s_.width);
+      norm(l.post_norm, y_, packs(l) && !l.sparse());  // experts take rows of x one by one
       if (!l.sparse())
         run_dense(l);
       else if (Fault fault = experts(l, where); fault != Fault::none)
@@ -86,7 +83,7 @@ class LayerRunner {
   Fault run_attention(const LayerRecord& layer, float* out, int64_t* where) {
     reserve(&layer, 1);
     if (Fault fault = misplaced(layer, where); fault != Fault::none) return fault;
-    rms_norm(pool_, x_, s_.hidden, layer.input_norm, s_.eps, s_.tokens, s_.width);
+    norm(layer.input_norm, nullptr, packs(layer));
     attend(layer);
     add_rms_norm(pool_, out, y_, s_.hidden, layer.post_norm, s_.eps, s_.tokens, s_.width);
     return Fault::none;
@@ -99,10 +96,11 @@ class LayerRunner {
   }
 
   AttentionArgs attention_args(const LayerRecord& l) const {
-    return {s_.kv(l.index), wide_,         l.qkv.rows,    wide_ + s_.tokens * l.qkv.rows,
+    float* out = wide_ + s_.tokens * l.qkv.rows;
+    return {s_.kv(l.index), wide_,          l.qkv.rows,     packs(l) ? nullptr : out,
             s_.q_start,     s_.context_len, s_.block_table, s_.table_stride,
             s_.seqs,        s_.tokens,      s_.heads,       s_.scale,
-            l.window};
+            l.window,       packs(l) ? tiled_ : nullptr};
   }
 
   // Where things lie is the same in all layers: one of them is asked.
@@ -112,47 +110,97 @@ class LayerRunner {
     return Fault::none;
   }
 
+  // Whether operators write many rows as the next product's tiles read them.
+  bool packs([[maybe_unused]] const LayerRecord& l) const {
+#if defined(C2C_TILES)
+    return Dtype(l.dtype) == Dtype::bf16 && s_.tokens > tile_linear::kFewRows;
+#else
+    return false;
+#endif
+  }
+
+  // Floats that lie between a layer's products.
+  int64_t between(const LayerRecord& l) const {
+    if (packs(l)) return s_.tokens * (l.sparse() ? std::max(l.qkv.rows, l.router.rows) : l.qkv.rows);
+    const int64_t feeding = l.sparse() ? l.router.rows : l.down.columns;
+    return s_.tokens * std::max(l.qkv.rows + l.o.columns, feeding);
+  }
+
+  // The same of tiles of x, which lie in the pool's `tiled` room, and of rows of x.
+  int64_t tiled(const LayerRecord& l) const {
+#if defined(C2C_TILES)
+    using tile_linear::tiled_size;
+    if (packs(l))
+      return std::max(tiled_size(s_.tokens, s_.width), tiled_size(s_.tokens, l.o.columns)) / 2;
+#endif
+    return 0;
+  }
+  int64_t in_rows(const LayerRecord& l) const {
+    return packs(l) && !l.sparse() ? 0 : s_.tokens * s_.width;
+  }
+
   void reserve(const LayerRecord* layers, int64_t count) {
-    int64_t wide = 0;
+    int64_t wide = 0, tiles = 0, rows = 0;
     for (const LayerRecord* l = layers; l < layers + count; ++l) {
-      const int64_t attending = l->qkv.rows + l->o.columns;
-      const int64_t feeding = l->sparse() ? l->router.rows : l->down.columns;
-      wide = std::max({wide, attending, feeding});
+      wide = std::max(wide, between(*l));
+      tiles = std::max(tiles, tiled(*l));
+      rows = std::max(rows, in_rows(*l));
     }
-    x_ = pool_.workspace(s_.tokens * (2 * s_.width + wide));
-    y_ = x_ + s_.tokens * s_.width;
+    float* room = pool_.workspace(tiles + rows + s_.tokens * s_.width + wide);
+    tiled_ = reinterpret_cast<bf16*>(room);  // first: it begins with a whole line
+    x_ = room + tiles;
+    y_ = x_ + rows;
     wide_ = y_ + s_.tokens * s_.width;
   }
 
-  LinearArgs product(const Matrix& m, const float* x, float* out) const {
-    return {out,    m.rows,       x,         m.columns, m.w,      m.columns,
-            m.bias, Dtype::f32, s_.tokens, m.rows,    m.columns};
+  // hidden += x if there is any, then its norm: `x_`, or `tiled_`.
+  void norm(const float* weight, const float* x, [[maybe_unused]] bool packed) {
+#if defined(C2C_TILES)
+    if (packed)
+      return tile_linear::rms_norm_tiles(pool_, tiled_, x, s_.hidden, weight, s_.eps, s_.tokens,
+                                         s_.width);
+#endif
+    if (x)
+      add_rms_norm(pool_, x_, x, s_.hidden, weight, s_.eps, s_.tokens, s_.width);
+    else
+      rms_norm(pool_, x_, s_.hidden, weight, s_.eps, s_.tokens, s_.width);
+  }
+
+  // Of rows that the operator before has left in `x`, or in `tiled_`.
+  LinearArgs product(const LayerRecord& l, const Matrix& m, const float* x, float* out) const {
+    LinearArgs a{out,    m.rows,     x,         m.columns, m.w,      m.columns,
+                 m.bias, Dtype::f32, s_.tokens, m.rows,    m.columns};
+    if (packs(l)) a.tiled_x = tiled_;
+    return a;
   }
 
   void multiply(const LayerRecord& l, const Matrix& m, const float* x, float* out) {
-    linear(pool_, product(m, x, out), Dtype(l.dtype));
+    linear(pool_, product(l, m, x, out), Dtype(l.dtype));
   }
 
   void attend(const LayerRecord& l) {
     multiply(l, l.qkv, x_, wide_);
     rope_store(pool_, Dtype(s_.kv_dtype), rope_args(l));
     const AttentionArgs a = attention_args(l);
+#if defined(C2C_TILES)
+    if (a.tiled_out) tile_linear::clear_ends(a.tiled_out, s_.tokens, l.o.columns);
+#endif
     attention(pool_, Dtype(s_.kv_dtype), a);
     multiply(l, l.o, a.out, y_);
   }
 
   void run_dense(const LayerRecord& l) {
-    LinearArgs gated = product(l.gate_up, x_, wide_);
+    LinearArgs gated = product(l, l.gate_up, x_, wide_);
     gated.gated = true;
     gated.n = gated.out_stride = l.down.columns;
-    feed_forward(pool_, gated, product(l.down, wide_, y_), Dtype(l.dtype));
+    feed_forward(pool_, gated, product(l, l.down, wide_, y_), Dtype(l.dtype));
   }
 
   // Values that are not numbers choose an expert twice.
   Fault experts(const LayerRecord& l, int64_t* where) {
     std::vector<int32_t> ids(size_t(s_.tokens * l.per_token));
     std::vector<float> weights(ids.size());
-    linear_exact(pool_, product(l.router, x_, wide_), Dtype(l.dtype));
+    linear_exact(pool_, product(l, l.router, x_, wide_), Dtype(l.dtype));
     route(pool_, {wide_, s_.tokens, l.router.rows, l.per_token, l.renormalize != 0, ids.data(),
                   weights.data()});
     const int64_t bad =
@@ -164,6 +212,7 @@ class LayerRunner {
 
   ThreadPool& pool_;
   const StepRecord& s_;
+  bf16* tiled_ = nullptr;              // what a product reads, as tiles of x
   float *x_ = nullptr, *y_ = nullptr;  // [tokens, width]
   float* wide_ = nullptr;              // what lies between them
 };
