@@ -4,12 +4,13 @@ import fcntl
 import os
 
 import pytest
+import small_layers
 import torch
 from example_counts import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levels import RUNNABLE, TILE_MODEL, as_seen
-from small_layers import KINDS, WHOLE, Model, OneByOne
+from small_layers import KINDS, WANTED, WHOLE, Model, OneByOne, check_wanted
 
 from c2cserve.kernels import build, native
 from c2cserve.kernels.cpu_ops import CpuOps
@@ -173,6 +174,32 @@ def test_layers_of_many_rows_are_their_operators_one_by_one(kind: str, isa: str)
     whole, single = Model.of(CpuOps(3, isa=isa), kind), Model.of(OneByOne(1, isa=isa), kind)
     got, want = whole.run(WHOLE), single.run(WHOLE)
     assert sum(map(len, got.values())) > 32
+    assert all(torch.equal(got[s], want[s]) for s in WHOLE)
+
+
+@pytest.mark.parametrize("isa", TILED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wanted", WANTED)
+def test_rows_that_are_not_wanted_change_no_others(
+    wanted: tuple[int, ...], kind: str, isa: str
+) -> None:
+    check_wanted(CpuOps(3, isa=isa), kind, wanted)
+
+
+@pytest.mark.parametrize("isa", TILED)
+def test_what_tiles_held_before_does_not_reach_other_rows(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention's rows are longer than those of norms here, and end within a step of tiles."""
+    monkeypatch.setattr(small_layers, "HEADS", 10)
+    ops = CpuOps(2, isa=isa)
+    want = Model.of(ops, "dense").run(WHOLE)
+    broken = Model.of(ops, "dense")
+    for layer in broken.layers:
+        layer.weights.input_norm.fill_(torch.nan)
+        layer.weights.post_norm.fill_(torch.nan)
+    broken.run(WHOLE)
+    got = Model.of(ops, "dense").run(WHOLE)
     assert all(torch.equal(got[s], want[s]) for s in WHOLE)
 
 
