@@ -96,6 +96,16 @@ TILED = [
 COPIES = (False, True)  # of strips of w: where tiles need them, or always
 
 
+@pytest.mark.parametrize("isa", TILED)
+@pytest.mark.parametrize("m", [1, 9, 20])
+@pytest.mark.parametrize("n", [56, 72, 100, 12])
+def test_halves_of_tiles_have_the_bits_of_whole_ones(n: int, m: int, isa: str) -> None:
+    x, w = noise(m, 2208), noise(n, 2208, seed=1).bfloat16()
+    whole = CpuOps(1, isa=isa).linear(x, torch.cat([w, w]))[:, :n]
+    for threads in (2, 3, 5):
+        assert torch.equal(CpuOps(threads, isa=isa).linear(x, w), whole)
+
+
 def spread(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x, and weights of very different sizes."""
     sizes = noise(n, k, seed=m + 100).mul(2.0).exp()
@@ -130,7 +140,7 @@ def test_many_rows_have_the_bits_of_each_alone(shape: tuple[int, int, int], isa:
 @pytest.mark.parametrize(
     "shape",
     [(1, 40, 64), (5, 33, 128), (16, 7, 1100), (20, 50, 96), (17, 16, 31), (33, 7, 32)]
-    + [(70, 150, 352)]
+    + [(70, 150, 352), (1, 56, 1088), (20, 56, 1088)]  # threads share out halves of tiles
     + [pytest.param(s, marks=pytest.mark.slow)
        for s in [(32, 48, 1088), (40, 150, 2112), (520, 17, 2090)]],
 )  # fmt: skip

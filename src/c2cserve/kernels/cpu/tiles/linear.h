@@ -49,13 +49,21 @@ inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int threads) {
   return best;
 }
 
+// Outputs that few rows are shared out by: whole tiles, but halves where one tile more or less is
+// much of what a thread has.
+inline int64_t few_rows_unit(const LinearArgs& a, int64_t ranges) {
+  const int64_t strips = (a.n + kTile - 1) / kTile;
+  return strips % ranges == 0 || strips > 16 * ranges ? kTile : kHalfTile;
+}
+
 // Outputs [n0, n1) of rows [m0, m1).
 inline void outputs(const LinearArgs& a, const TiledX& x, bool in_place, int64_t m0, int64_t m1,
                     int64_t n0, int64_t n1) {
-  const tiles::Session session(int(x.columns));
   Buffers& buffers = Buffers::of_thread();
   if (a.m <= kFewRows && a.k % kStepColumns == 0) n0 = tiles_in_place(a, x, n0, n1, buffers);
-  if (n0 < n1) RowsBlock(a, x, in_place, m0, m1, buffers).outputs(n0, n1);
+  if (n0 == n1) return;
+  const tiles::Session session(int(x.columns));
+  RowsBlock(a, x, in_place, m0, m1, buffers).outputs(n0, n1);
 }
 
 inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
@@ -70,9 +78,10 @@ inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
     return;
   }
   const int64_t blocks = row_blocks(a, rows_most, int(threads)), pairs = (tile_rows + 1) / 2;
-  const int64_t unit = a.m <= kFewRows ? kTile : strip_outputs(a), units = (a.n + unit - 1) / unit;
   const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
-  const int64_t ranges = std::min<int64_t>(units, (threads * fine + blocks - 1) / blocks);
+  const int64_t most = (threads * fine + blocks - 1) / blocks;
+  const int64_t unit = a.m <= kFewRows ? few_rows_unit(a, most) : strip_outputs(a);
+  const int64_t units = (a.n + unit - 1) / unit, ranges = std::min<int64_t>(units, most);
   pool.each(blocks * ranges, [&](int64_t i) {
     const int64_t block = i / ranges, range = i % ranges;
     const int64_t m0 = pairs * block / blocks * 2 * kTile;
