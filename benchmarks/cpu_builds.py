@@ -1,7 +1,8 @@
 """How fast two builds of the CPU kernels are beside each other, in turns: JSON.
 
 python benchmarks/cpu_builds.py NAME=FOLDER NAME=FOLDER [--level amx] [--models 0.5B]
-    [--prompts 128,512] [--decodes 1,4,16] [--context 256] [--threads 2] [--rounds 9] [--out FILE]
+    [--prompts 128,512] [--decodes 1,4,16] [--context 256] [--chunks 512,640] [--threads 2]
+    [--rounds 9] [--out FILE]
 
 A folder has one library for each level (`python -m c2cserve.kernels.build`). All builds are in one
 process, on the same threads' cores and weights. A step is what a model computes of it: all layers,
@@ -10,6 +11,8 @@ the last norm, and the head for the rows that get a token. Tokens of all builds 
     prompt   one prompt of so many tokens
     decode   one token of each of so many sequences, with `--context` tokens before it.
              `share_of_read`: the rate of reading weights over that of a loop that only reads them
+    chunks   each prompt in steps of so many tokens at most, with the last build. `ratio`: the time
+             of the first size of chunks by another's
 
 `ratio` is the median over rounds of the first build's time by another's: above 1, it is faster.
 """
@@ -75,11 +78,23 @@ class Weights:
 class Step:
     """The last `new` of `context` tokens of each of `seqs` sequences."""
 
-    def __init__(self, weights: Weights, seqs: int, new: int, context: int) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        seqs: int,
+        new: int,
+        context: int,
+        arena: Tensor | None = None,
+        *,
+        emits: bool = True,
+    ) -> None:
         self.weights, kv = weights, weights.kv
         blocks = -(-context // BLOCK_TOKENS)
-        self.arena = torch.zeros(seqs * blocks * kv.block_bytes, dtype=torch.uint8)
-        table = (torch.randperm(seqs * blocks) * kv.block_bytes).view(seqs, blocks)
+        if arena is None:
+            arena = torch.zeros(seqs * blocks * kv.block_bytes, dtype=torch.uint8)
+        self.arena = arena
+        order = torch.randperm(seqs * blocks, generator=torch.Generator().manual_seed(0))
+        table = (order * kv.block_bytes).view(seqs, blocks)
         at = torch.arange(context - new, context)
         slots = table[:, at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
         self.rows = TokenRows(
@@ -90,7 +105,7 @@ class Step:
         angles = torch.arange(context)[:, None] / 1e4 ** (torch.arange(half) / half)
         self.rope = angles.cos().contiguous(), angles.sin().contiguous()
         self.hidden = torch.randn(seqs * new, weights.config.hidden)
-        self.wanted = torch.arange(new - 1, seqs * new, new)
+        self.wanted = torch.arange(new - 1, seqs * new, new) if emits else torch.arange(0)
 
     def run(self, ops: CpuOps) -> tuple[float, Tensor]:
         """Return the seconds it takes, and the logits."""
@@ -98,8 +113,38 @@ class Step:
         began_s = time.perf_counter()
         ops.run_layers(hidden, weights.layers, self.rows, self.rope, self.arena, self.wanted)
         last = ops.rms_norm(hidden[self.wanted], weights.norm, weights.shape.eps)
-        logits = ops.linear(last, weights.head)
+        logits = ops.linear(last, weights.head) if len(last) else last
         return time.perf_counter() - began_s, logits
+
+
+def chunked(weights: Weights, size: int, chunk: int) -> list[Step]:
+    """Return the steps of a prompt. Their blocks overlap: that is all the same to the time."""
+    arena = Step(weights, 1, 1, size).arena
+    ends = [*range(chunk, size, chunk), size]
+    return [
+        Step(weights, 1, end - begin, end, arena, emits=end == size)
+        for begin, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def compare_chunks(
+    ops: CpuOps, weights: Weights, size: int, chunks: list[int], rounds: int
+) -> dict[str, Any]:
+    steps = {chunk: chunked(weights, size, chunk) for chunk in chunks}
+    took: dict[int, list[float]] = {chunk: [] for chunk in chunks}
+    for number in range(rounds + 1):
+        for chunk in chunks if number % 2 else chunks[::-1]:
+            seconds = sum(step.run(ops)[0] for step in steps[chunk])
+            took[chunk] += [seconds] if number else []
+    first = took[chunks[0]]
+    return {
+        "steps": {chunk: len(steps[chunk]) for chunk in chunks},
+        "ms": {chunk: round(median(took[chunk]) * 1e3, 3) for chunk in chunks},
+        "ratio": {
+            chunk: round(median(a / b for a, b in zip(first, took[chunk], strict=True)), 3)
+            for chunk in chunks
+        },
+    }
 
 
 def loaded(folder: Path, level: str, threads: int) -> CpuOps:
@@ -151,6 +196,7 @@ def main() -> None:
     parser.add_argument("--prompts", default=[128, 512], type=_numbers)
     parser.add_argument("--decodes", default=[1, 4, 16], type=_numbers)
     parser.add_argument("--context", default=256, type=int)
+    parser.add_argument("--chunks", default=[], type=_numbers)
     parser.add_argument("--threads", default=len(os.sched_getaffinity(0)), type=int)
     parser.add_argument("--rounds", default=9, type=int)
     parser.add_argument("--out", type=Path, help="JSON")
@@ -159,6 +205,16 @@ def main() -> None:
     folders = {name: Path(at) for name, at in (one.split("=", 1) for one in given.builds)}
     builds = {name: loaded(at, given.level, given.threads) for name, at in folders.items()}
     rows: list[dict[str, Any]] = []
+
+    def record(model: str, of: str, size: int, found: dict[str, Any]) -> None:
+        """What a run that is ended has measured is not lost."""
+        rows.append({"model": model, "of": of, "size": size, **found})
+        print(rows[-1], flush=True)
+        report(
+            {"steps": rows}, given.out, show=False, threads=given.threads, level=given.level,
+            rounds=given.rounds, context=given.context,
+        )  # fmt: skip
+
     for model in given.models.split(","):
         weights = Weights(model)
         cases = [("prompt", 1, size, size) for size in given.prompts]
@@ -166,12 +222,11 @@ def main() -> None:
         for of, seqs, new, context in cases:
             step = Step(weights, seqs, new, context)
             found = compare(builds, step, given.rounds, reads=of == "decode")
-            rows.append({"model": model, "of": of, "size": seqs * new, **found})
-            print(rows[-1], flush=True)
-            report(
-                {"steps": rows}, given.out, show=False, threads=given.threads, level=given.level,
-                rounds=given.rounds, context=given.context,
-            )  # fmt: skip
+            record(model, of, seqs * new, found)
+        for size in given.prompts if given.chunks else ():
+            last = list(builds.values())[-1]
+            found = compare_chunks(last, weights, size, given.chunks, given.rounds)
+            record(model, "chunks", size, found)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ KV_BYTES_MAX = 8 << 30
 POOL_MEMORY_SHARE = 3 / 4
 SLAB_BYTES = 2 << 20
 STEP_TOKENS = 640
-"""The largest chunk of a prompt. A step reads all weights, so its last few tokens cost as much as a
-decode step: a round number of words, and what a template adds, go into one."""
+"""The largest chunk of a prompt. A step reads all weights, so a prompt's last few tokens cost a
+decode step. 512 words, and what a template adds to them, go into one step."""
 
 
 class SlicePlanError(ValueError):

@@ -22,7 +22,7 @@ w13 and w2; inner, per_token, renormalize."""
 _STEP = struct.Struct("=Q3q5Q2q2QqQ5q2fQq")
 """`StepRecord`: hidden; tokens, width, heads; positions, slots, q_start, context_len, block_table;
 table_stride, seqs; cos, sin; rope_rows; arena; arena_bytes, kv dtype, layers, kv_heads, head_dim;
-eps, scale; wanted rows and their number."""
+eps, scale. Then wanted rows and their number."""
 
 _NO_MATRIX = (0, 0, 0, 0)
 _TOKEN, _SEQUENCE, _ROW = 1, 2, 4
@@ -169,5 +169,6 @@ def refusal(
         tokens = len(rows.positions)
         return misplaced_sequence("layers", where, rows.context_len, tokens, arena)
     if fault == _ROW:
-        return ValueError(f"layers: row {where} is wanted: not one of {len(rows.positions)} in order")
+        count = len(rows.positions)
+        return ValueError(f"layers: row {where} is wanted: not one of {count} in order")
     return ValueError(f"layers: token {where} chose an expert twice: its values are not numbers")
