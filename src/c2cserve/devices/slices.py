@@ -26,6 +26,9 @@ KV_BYTES_MIN = 64 << 20
 KV_BYTES_MAX = 8 << 30
 POOL_MEMORY_SHARE = 3 / 4
 SLAB_BYTES = 2 << 20
+STEP_TOKENS = 640
+"""The largest chunk of a prompt. A step reads all weights, so a prompt's last few tokens cost a
+decode step. 512 words, and what a template adds to them, go into one step."""
 
 
 class SlicePlanError(ValueError):
@@ -62,6 +65,7 @@ def plan_slices(
                     numa=node.id,
                     kv_bytes=arena,
                     slab_bytes=SLAB_BYTES,
+                    max_step_tokens=STEP_TOKENS,
                 )
             )
     return tuple(slices)

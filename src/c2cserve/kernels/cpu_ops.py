@@ -274,8 +274,9 @@ class CpuOps(Apart):
         rows: TokenRows,
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
+        wanted: Tensor | None = None,
     ) -> None:
-        step = step_record(hidden, layers[0].shape, rows, rope, arena)
+        step = step_record(hidden, layers[0].shape, rows, rope, arena, wanted)
         where = ctypes.c_int64()
         fault = self._lib.c2c_layers(
             self._pool, records_of(layers), len(layers), step, ctypes.byref(where)

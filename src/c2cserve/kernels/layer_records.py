@@ -1,7 +1,7 @@
 """Layers and steps as the records of decoder.h. A layer's is made once, a step's for each call."""
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +19,14 @@ _LAYER = struct.Struct(f"=3q4Q{_MATRIX * 5}2Q3q")
 """`LayerRecord`: index, dtype, window; input, post, q and k norms; qkv, o, gate_up, down, router;
 w13 and w2; inner, per_token, renormalize."""
 
-_STEP = struct.Struct("=Q3q5Q2q2QqQ5q2f")
+_STEP = struct.Struct("=Q3q5Q2q2QqQ5q2fQq")
 """`StepRecord`: hidden; tokens, width, heads; positions, slots, q_start, context_len, block_table;
 table_stride, seqs; cos, sin; rope_rows; arena; arena_bytes, kv dtype, layers, kv_heads, head_dim;
-eps, scale."""
+eps, scale. Then wanted rows and their number."""
 
 _NO_MATRIX = (0, 0, 0, 0)
-_TOKEN, _SEQUENCE = 1, 2
-"""Two of the `Fault`s of decoder.h."""
+_TOKEN, _SEQUENCE, _ROW = 1, 2, 4
+"""Three of the `Fault`s of decoder.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +120,14 @@ def records_of(layers: Sequence[Layer]) -> bytes:
 
 
 def step_record(
-    hidden: Tensor, shape: LayerShape, rows: TokenRows, rope: tuple[Tensor, Tensor], arena: Tensor
-) -> bytes:
+    hidden: Tensor, shape: LayerShape, rows: TokenRows, rope: tuple[Tensor, Tensor], arena: Tensor,
+    wanted: Tensor | None = None,
+) -> bytes:  # fmt: skip
     """Raises ValueError if the tensors do not make a step of a model of this shape."""
     kv, (cos, sin) = shape.kv, rope
     tokens, seqs = hidden.shape[0], rows.context_len.shape[0]  # len() of a tensor takes 1.8 us
     table, arena_bytes = (cos.shape[0], kv.head_dim // 2), arena.nbytes
-    expected: Iterable[tuple[Tensor, torch.dtype, tuple[int, ...]]] = (
+    expected: tuple[tuple[Tensor, torch.dtype, tuple[int, ...]], ...] = (
         (hidden, torch.float32, (tokens, shape.hidden)),
         (rows.positions, torch.int32, (tokens,)),
         (rows.slots, torch.int64, (tokens,)),
@@ -137,6 +138,10 @@ def step_record(
         (sin, torch.float32, table),
         (arena, torch.uint8, (arena_bytes,)),
     )
+    wanted_at, wanted_rows = 0, 0
+    if wanted is not None:
+        wanted_at, wanted_rows = wanted.data_ptr(), wanted.shape[0]
+        expected = (*expected, (wanted, torch.int64, (wanted_rows,)))
     for tensor, dtype, size in expected:
         if tensor.dtype is not dtype or tensor.shape != size or not tensor.is_contiguous():
             raise ValueError(
@@ -149,7 +154,7 @@ def step_record(
         rows.context_len.data_ptr(), rows.block_table.data_ptr(), rows.block_table.shape[1], seqs,
         cos.data_ptr(), sin.data_ptr(), table[0],
         arena.data_ptr(), arena_bytes, DTYPE_CODES[kv.dtype], kv.layers, kv.kv_heads, kv.head_dim,
-        shape.eps, shape.scale,
+        shape.eps, shape.scale, wanted_at, wanted_rows,
     )  # fmt: skip
 
 
@@ -163,4 +168,7 @@ def refusal(
     if fault == _SEQUENCE:
         tokens = len(rows.positions)
         return misplaced_sequence("layers", where, rows.context_len, tokens, arena)
+    if fault == _ROW:
+        count = len(rows.positions)
+        return ValueError(f"layers: row {where} is wanted: not one of {count} in order")
     return ValueError(f"layers: token {where} chose an expert twice: its values are not numbers")

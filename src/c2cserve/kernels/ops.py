@@ -180,9 +180,13 @@ class Ops(Protocol):
         rows: TokenRows,
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
+        wanted: Tensor | None = None,
     ) -> None:
         """Run consecutive layers of one model over hidden [T, H], in place. `rope`: cos and sin
-        [positions, D / 2]."""
+        [positions, D / 2].
+
+        `wanted`: int64[R], ascending, the rows of hidden that are read afterwards; None: all. The
+        last layer may leave out what only other rows need. Those then hold anything."""
         ...
 
     def run_attention(

@@ -141,6 +141,7 @@ class RefOps(Apart):
         rows: TokenRows,
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
+        wanted: Tensor | None = None,
     ) -> None:
         composed.run_layers(self, hidden, layers, rows, rope, arena)
 

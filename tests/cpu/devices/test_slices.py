@@ -62,6 +62,10 @@ def test_default_rule(cores: list[int], sizes: list[int]) -> None:
     assert [s.id for s in slices] == [f"cpu{i}" for i in range(len(slices))]
 
 
+def test_a_prompt_of_512_words_and_its_template_are_one_step() -> None:
+    assert all(s.max_step_tokens >= 512 + 64 for s in plan_slices(machine([24, 24])))
+
+
 def test_one_thread_of_each_core() -> None:
     slices = plan_slices(machine([8], smt=2), 2)
     assert [s.cpus for s in slices] == [(0, 1, 2, 3), (4, 5, 6, 7)]

@@ -33,13 +33,13 @@ class Watching(CpuOps):
 
     def run_layers(
         self, hidden: Tensor, layers: Sequence[Layer], rows: TokenRows,
-        rope: tuple[Tensor, Tensor], arena: Tensor,
+        rope: tuple[Tensor, Tensor], arena: Tensor, wanted: Tensor | None = None,
     ) -> None:  # fmt: skip
         if layers[0].weights.qkv.data_ptr() in self.cold:
             there = self._loads.there
             assert there is None or layers[-1].index < there, "a layer is read before it is there"
             self.calls.append([layer.index for layer in layers])
-        super().run_layers(hidden, layers, rows, rope, arena)
+        super().run_layers(hidden, layers, rows, rope, arena, wanted)
 
 
 @dataclass

@@ -267,12 +267,12 @@ class Failing(CpuOps):
 
     def run_layers(
         self, hidden: Tensor, layers: Sequence[Layer], rows: TokenRows,
-        rope: tuple[Tensor, Tensor], arena: Tensor,
+        rope: tuple[Tensor, Tensor], arena: Tensor, wanted: Tensor | None = None,
     ) -> None:  # fmt: skip
         if self.armed:
             super().run_layers(hidden, layers[:1], rows, rope, arena)
             raise MemoryError("no room for activations")
-        super().run_layers(hidden, layers, rows, rope, arena)
+        super().run_layers(hidden, layers, rows, rope, arena, wanted)
 
 
 def test_requests_of_a_failed_step_go_on_or_fail_as_they_are_told(made: Made) -> None:

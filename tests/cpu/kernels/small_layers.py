@@ -103,6 +103,20 @@ class Model:
 
 WHOLE = {s: (0, length) for s, length in enumerate(LENGTHS)}
 
+WANTED: tuple[tuple[int, ...], ...] = ((), (57,), (36, 37, 57), tuple(range(3, 58)), (*range(58),))
+"""Rows of `WHOLE` that are read afterwards: few, and more than tiles read in place."""
+
+
+def check_wanted(ops: Ops, kind: str, wanted: tuple[int, ...]) -> None:
+    """Rows that are wanted, and the cache, have the bits of a run for all rows."""
+    whole, some = Model.of(ops, kind), Model.of(ops, kind)
+    want = torch.cat(list(whole.run(WHOLE).values()))
+    hidden = torch.cat([noise(64, HIDDEN, seed=s)[a:b] for s, (a, b) in WHOLE.items()])
+    rows, picked = some.rows(WHOLE), torch.tensor(wanted, dtype=torch.int64)
+    ops.run_layers(hidden, some.layers, rows, some.rope(), some.arena, picked)
+    assert torch.equal(hidden[picked], want[picked])
+    assert torch.equal(some.arena, whole.arena)
+
 
 class OneByOne(CpuOps):
     """The native operators, each by a call of its own."""
@@ -110,6 +124,7 @@ class OneByOne(CpuOps):
     def run_layers(
         self, hidden: torch.Tensor, layers: Sequence[Layer], rows: TokenRows,
         rope: tuple[torch.Tensor, torch.Tensor], arena: torch.Tensor,
+        wanted: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         composed.run_layers(self, hidden, layers, rows, rope, arena)
 

@@ -11,9 +11,11 @@ from small_layers import (
     HIDDEN,
     KINDS,
     LAYERS,
+    WANTED,
     WHOLE,
     Model,
     OneByOne,
+    check_wanted,
     layer_weights,
     noise,
 )
@@ -74,6 +76,12 @@ def test_layers_can_be_run_apart_and_in_halves(kind: str) -> None:
     assert torch.equal(hidden, torch.cat(list(want.values())))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wanted", WANTED)
+def test_rows_that_are_not_wanted_change_no_others(kind: str, wanted: tuple[int, ...]) -> None:
+    check_wanted(CpuOps(2), kind, wanted)
+
+
 # ---- refusals ----------------------------------------------------------------------------------
 
 
@@ -124,6 +132,15 @@ def test_rows_outside_of_what_there_is(field: str, value: torch.Tensor, says: st
         model.ops.run_attention(hidden, model.layers[0], rows, model.rope(), model.arena)
     assert (hidden == 1).all(), "nothing is written then"
     assert not model.arena.any()
+
+
+@pytest.mark.parametrize("wanted", [[-1], [37], [3, 3], [4, 2]])
+def test_wanted_rows_that_are_not_there_or_not_in_order(wanted: list[int]) -> None:
+    model, hidden = Model.of(CpuOps(1), "dense"), torch.ones(37, HIDDEN)
+    rows, picked = model.rows({0: (0, 37)}), torch.tensor(wanted)
+    with pytest.raises(ValueError, match="is wanted: not one of 37 in order"):
+        model.ops.run_layers(hidden, model.layers, rows, model.rope(), model.arena, picked)
+    assert (hidden == 1).all(), "nothing is written then"
 
 
 def test_values_that_are_not_numbers_choose_no_experts() -> None:

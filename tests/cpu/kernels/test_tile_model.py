@@ -4,12 +4,13 @@ import fcntl
 import os
 
 import pytest
+import small_layers
 import torch
 from example_counts import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from levels import RUNNABLE, TILE_MODEL, as_seen
-from small_layers import KINDS, WHOLE, Model, OneByOne
+from small_layers import KINDS, WANTED, WHOLE, Model, OneByOne, check_wanted
 
 from c2cserve.kernels import build, native
 from c2cserve.kernels.cpu_ops import CpuOps
@@ -95,6 +96,16 @@ TILED = [
 COPIES = (False, True)  # of strips of w: where tiles need them, or always
 
 
+@pytest.mark.parametrize("isa", TILED)
+@pytest.mark.parametrize("m", [1, 9, 20])
+@pytest.mark.parametrize("n", [56, 72, 100, 12])
+def test_halves_of_tiles_have_the_bits_of_whole_ones(n: int, m: int, isa: str) -> None:
+    x, w = noise(m, 2208), noise(n, 2208, seed=1).bfloat16()
+    whole = CpuOps(1, isa=isa).linear(x, torch.cat([w, w]))[:, :n]
+    for threads in (2, 3, 5):
+        assert torch.equal(CpuOps(threads, isa=isa).linear(x, w), whole)
+
+
 def spread(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x, and weights of very different sizes."""
     sizes = noise(n, k, seed=m + 100).mul(2.0).exp()
@@ -129,7 +140,7 @@ def test_many_rows_have_the_bits_of_each_alone(shape: tuple[int, int, int], isa:
 @pytest.mark.parametrize(
     "shape",
     [(1, 40, 64), (5, 33, 128), (16, 7, 1100), (20, 50, 96), (17, 16, 31), (33, 7, 32)]
-    + [(70, 150, 352)]
+    + [(70, 150, 352), (1, 56, 1088), (20, 56, 1088)]  # threads share out halves of tiles
     + [pytest.param(s, marks=pytest.mark.slow)
        for s in [(32, 48, 1088), (40, 150, 2112), (520, 17, 2090)]],
 )  # fmt: skip
@@ -173,6 +184,32 @@ def test_layers_of_many_rows_are_their_operators_one_by_one(kind: str, isa: str)
     whole, single = Model.of(CpuOps(3, isa=isa), kind), Model.of(OneByOne(1, isa=isa), kind)
     got, want = whole.run(WHOLE), single.run(WHOLE)
     assert sum(map(len, got.values())) > 32
+    assert all(torch.equal(got[s], want[s]) for s in WHOLE)
+
+
+@pytest.mark.parametrize("isa", TILED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wanted", WANTED)
+def test_rows_that_are_not_wanted_change_no_others(
+    wanted: tuple[int, ...], kind: str, isa: str
+) -> None:
+    check_wanted(CpuOps(3, isa=isa), kind, wanted)
+
+
+@pytest.mark.parametrize("isa", TILED)
+def test_what_tiles_held_before_does_not_reach_other_rows(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention's rows are longer than those of norms here, and end within a step of tiles."""
+    monkeypatch.setattr(small_layers, "HEADS", 10)
+    ops = CpuOps(2, isa=isa)
+    want = Model.of(ops, "dense").run(WHOLE)
+    broken = Model.of(ops, "dense")
+    for layer in broken.layers:
+        layer.weights.input_norm.fill_(torch.nan)
+        layer.weights.post_norm.fill_(torch.nan)
+    broken.run(WHOLE)
+    got = Model.of(ops, "dense").run(WHOLE)
     assert all(torch.equal(got[s], want[s]) for s in WHOLE)
 
 

@@ -28,12 +28,14 @@ def _take(fault: str) -> bool:
 def _break(ops: Any) -> None:
     sound = ops.run_layers
 
-    def run_layers(self: Any, hidden: Any, layers: Any, rows: Any, rope: Any, arena: Any) -> None:
+    def run_layers(
+        self: Any, hidden: Any, layers: Any, rows: Any, rope: Any, arena: Any, wanted: Any = None
+    ) -> None:
         if _take("memory"):
             hidden.new_empty(1 << 50)
         if _take("address"):
             rows = replace(rows, slots=rows.slots.new_full(rows.slots.shape, _NOWHERE))
-        sound(self, hidden, layers, rows, rope, arena)
+        sound(self, hidden, layers, rows, rope, arena, wanted)
 
     launch = ops._launch_layers
 

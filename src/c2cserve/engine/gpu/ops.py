@@ -123,6 +123,7 @@ class GpuOps:
         rows: TokenRows,
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
+        wanted: Tensor | None = None,
     ) -> None:
         mine = [_gpu_layer(layer) for layer in layers]
         if self.graphs is None:

@@ -111,7 +111,9 @@ class Decoder:
                 yield []
             layers = self._runnable(done)[: None if there is None else there - done]
             if self._weights.complete or isinstance(layers[0].weights.mlp, Mlp):
-                ops.run_layers(hidden, layers, batch, rope, arena)
+                ends = done + len(layers) == self.config.layers
+                wanted = batch.logit_rows if ends else None
+                ops.run_layers(hidden, layers, batch, rope, arena, wanted)
             else:
                 x = ops.run_attention(hidden, layers[0], batch, rope, arena)
                 yield from self._experts(hidden, layers[0], x, ops)

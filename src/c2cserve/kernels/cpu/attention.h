@@ -181,7 +181,17 @@ inline void end_rows(const AttentionArgs& a, const Task& task, const RowState* r
   const int64_t dim = a.kv.head_dim, group = a.heads / a.kv.kv_heads;
   for (int64_t i = 0; i < task.count; ++i)
     for (int64_t g = task.group_from; g < task.group_to; ++g, ++rows) {
-      float* out = a.out + ((task.query + i) * a.heads + task.head * group + g) * dim;
+      const int64_t column = (task.head * group + g) * dim;
+#if defined(C2C_TILES)
+      if (a.tiled_out) {
+        float line[kHeadMax];
+        for (int64_t d = 0; d < dim; ++d) line[d] = rows->acc[d] / rows->total;
+        const tile_linear::TiledRow out(a.tiled_out, a.heads * dim, task.query + i);
+        out.write(column, line, dim);
+        continue;
+      }
+#endif
+      float* out = a.out + (task.query + i) * a.heads * dim + column;
       for (int64_t d = 0; d < dim; ++d) out[d] = rows->acc[d] / rows->total;
     }
 }

@@ -3,7 +3,7 @@
 #include <limits>
 
 #include "kv.h"
-#include "tiles/registers.h"
+#include "tiles/tiled_x.h"
 
 namespace c2c {
 
@@ -23,6 +23,7 @@ struct AttentionArgs {
   int64_t table_stride, seqs, tokens, heads;
   float scale;
   int64_t window;  // tokens a query sees, 0 for all
+  bf16* tiled_out = nullptr;  // on tiles: instead of `out`, as tiles of x are loaded
 };
 
 struct RowState {

@@ -324,7 +324,7 @@ void linear_typed(ThreadPool& pool, const LinearArgs& a) {
   const int64_t parts = work < 100'000 ? 1 : std::min(threads * fine, most);
   const Packed<T> x = pack<T>(pool, a);
   pool.run(int(parts), [&](int part, int all) {
-    int64_t per = ((a.n + all - 1) / all + 15) / 16 * 16;  // whole cache lines of the output
+    int64_t per = ((a.n + all - 1) / all + 7) / 8 * 8;  // halves of the output's cache lines
     int64_t n0 = per * part, n1 = std::min(n0 + per, a.n);
     if (n0 >= n1) return;
     if (a.m == 1 && a.gated)

@@ -75,25 +75,42 @@ inline void add_scaled(float* into, const float* from, float weight, int64_t n) 
 
 // What an expert works in, kept from one to the next.
 struct MoeBuffers {
-  std::vector<float> x, act, y;
+  Scratch x, act, y;
 };
+
+// An expert's product and the one after it, to `y`. `row(i)` is the i-th of its rows.
+template <typename Row>
+void apply_expert(ThreadPool& pool, const MoeArgs& a, int64_t expert, int64_t m, const Row& row,
+                  float* y, MoeBuffers& b) {
+  const int64_t h = a.hidden, n = a.inner;
+  const auto* w13 = static_cast<const uint8_t*>(a.w13) + expert * 2 * n * h * a.item();
+  const auto* w2 = static_cast<const uint8_t*>(a.w2) + expert * n * h * a.item();
+  LinearArgs gated{nullptr, n, nullptr, h, w13, h, nullptr, Dtype::f32, m, n, h, true};
+  LinearArgs down{y, h, nullptr, n, w2, n, nullptr, Dtype::f32, m, h, n};
+#if defined(C2C_TILES)
+  if (a.dtype == Dtype::bf16 && m > tile_linear::kFewRows) {
+    auto* tiles = reinterpret_cast<bf16*>(b.x.room(tile_linear::tiled_size(m, h) / 2));
+    tile_linear::pack_rows(pool, tiles, m, h, row);
+    gated.tiled_x = tiles;
+    return feed_forward(pool, gated, down, a.dtype);
+  }
+#endif
+  float* x = b.x.room(m * h);
+  pool.rows(m, h, [&](int64_t i) { std::copy_n(row(i), h, x + i * h); });
+  gated.x = x;
+  down.x = gated.out = b.act.room(m * n);
+  feed_forward(pool, gated, down, a.dtype);
+}
 
 // One expert over the (token, choice) pairs that picked it. A token picks an expert at most once,
 // so rows of the output are added to by one thread at a time.
 inline void run_expert(ThreadPool& pool, const MoeArgs& a, int64_t expert,
                        const std::vector<int64_t>& picks, MoeBuffers& b) {
-  const int64_t m = int64_t(picks.size()), h = a.hidden, n = a.inner;
-  b.x.resize(size_t(m * h));
-  b.act.resize(size_t(m * n));
-  b.y.resize(size_t(m * h));
-  float *x = b.x.data(), *act = b.act.data(), *y = b.y.data();
-  const auto* w13 = static_cast<const uint8_t*>(a.w13) + expert * 2 * n * h * a.item();
-  const auto* w2 = static_cast<const uint8_t*>(a.w2) + expert * n * h * a.item();
-  pool.rows(m, h, [&](int64_t i) {
-    std::copy_n(a.x + picks[size_t(i)] / a.k * h, h, x + i * h);
-  });
-  feed_forward(pool, {act, n, x, h, w13, h, nullptr, Dtype::f32, m, n, h, true},
-               {y, h, act, n, w2, n, nullptr, Dtype::f32, m, h, n}, a.dtype);
+  const int64_t m = int64_t(picks.size()), h = a.hidden;
+  float* y = b.y.room(m * h);
+  apply_expert(
+      pool, a, expert, m,
+      [&](int64_t i) { return a.x + picks[size_t(i)] / a.k * h; }, y, b);
   pool.rows(m, h, [&](int64_t i) {
     const int64_t pick = picks[size_t(i)];
     add_scaled(a.out + pick / a.k * h, y + i * h, a.weights[pick], h);

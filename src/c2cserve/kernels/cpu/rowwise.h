@@ -28,8 +28,8 @@ inline void widen_row(float* out, const void* table, Dtype dtype, int64_t row, i
   }
 }
 
-// out = in / rms(in) * weight; in and out may be the same.
-inline void rms_norm_row(float* out, const float* in, const float* weight, float eps, int64_t n) {
+// 1 / rms(in)
+inline float rms_scale(const float* in, float eps, int64_t n) {
   vec squares = zero();
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
@@ -40,8 +40,14 @@ inline void rms_norm_row(float* out, const float* in, const float* weight, float
     vec v = load_tail(in + i, int(n - i));
     squares = fma(v, v, squares);
   }
-  vec scale = splat(1.0f / std::sqrt(sum(squares) / float(n) + eps));
-  for (i = 0; i + kLanes <= n; i += kLanes)
+  return 1.0f / std::sqrt(sum(squares) / float(n) + eps);
+}
+
+// out = in / rms(in) * weight; in and out may be the same.
+inline void rms_norm_row(float* out, const float* in, const float* weight, float eps, int64_t n) {
+  const vec scale = splat(rms_scale(in, eps, n));
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
     store(out + i, mul(mul(load(in + i), scale), load(weight + i)));
   if (int rest = int(n - i); rest > 0) {
     vec v = mul(load_tail(in + i, rest), scale);

@@ -45,7 +45,10 @@ void ThreadPool::work() {
   while (true) {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
     if (next(ticket) >= parts(ticket)) return;
-    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+    // Never tried again, however many threads take parts at once. Each thread may count one part
+    // too many, which the field has room for.
+    ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
+    if (next(ticket) >= parts(ticket)) return;
     // The caller cannot continue before this part is done, so call_ and body_ do not change.
     call_(body_, next(ticket), parts(ticket));
     done_.fetch_add(1, std::memory_order_release);

@@ -93,6 +93,8 @@ class ThreadPool {
   void leave_helpers_cpu() const;
   void work();
 
+  static constexpr size_t kLine = 64;
+
   Scratch scratch_, between_, workspace_;
   std::vector<std::thread> helpers_;
   std::vector<int> cpus_;  // the caller's own, then those that helpers are pinned to
@@ -101,9 +103,12 @@ class ThreadPool {
   // [generation | parts | next part]: one word, so that a late helper cannot mistake the parts of
   // the next call for its own. The caller waits for parts, never for helpers. So a helper that the
   // system has descheduled delays nothing.
-  std::atomic<uint64_t> ticket_{0};
-  std::atomic<int> done_{0};
-  std::atomic<bool> stop_{false};
+  //
+  // Helpers that wait read it all the time. So parts that are done are counted in another line:
+  // else each count would take the line from all of them.
+  alignas(kLine) std::atomic<uint64_t> ticket_{0};
+  alignas(kLine) std::atomic<int> done_{0};
+  alignas(kLine) std::atomic<bool> stop_{false};
   Call call_ = nullptr;
   const void* body_ = nullptr;
 };

@@ -20,13 +20,15 @@ namespace c2c {
 namespace tile_linear {
 
 constexpr int64_t kSegmentSteps = 16;  // of 64 bytes of a row
+constexpr int64_t kHalfTile = 8;       // outputs: the least that threads share out
 constexpr int64_t kNearBytes = 512;    // how far a row's reads are announced to the first level
 
-// What is read of w in place: a strip of rows, and the strip after it, or null.
+// What is read of w in place: a strip of rows, and those of the strip after it, if there is one.
 struct InPlace {
   const uint8_t* at;
-  int64_t row_bytes, steps;
+  int64_t row_bytes, steps, rows;
   const uint8_t* after;
+  int64_t after_rows;
 };
 
 // The segments of a strip, of equal lengths but for rounding. The last one is followed by the first
@@ -41,6 +43,7 @@ struct Segments {
   const uint8_t* next(int64_t segment) const {
     return segment + 1 == count ? w.after : w.at + begin(segment + 1) * tiles::kLine;
   }
+  int64_t next_rows(int64_t segment) const { return segment + 1 == count ? w.after_rows : w.rows; }
   int64_t next_steps(int64_t segment) const {
     return segment + 1 == count ? begin(1) : begin(segment + 2) - begin(segment + 1);
   }
@@ -68,65 +71,76 @@ class TileUnit {
 // All of a strip.
 template <int NA, int NB>
 inline void walk_in_place(TileUnit<NA, NB>& unit, const InPlace& w) {
-  constexpr int64_t kRows = NA * kTile;
   const Segments cuts(w);
   for (int64_t s = 0; s < cuts.count; ++s) {
     const int64_t end = cuts.begin(s + 1);
-    Announcer upcoming(cuts.next(s), w.row_bytes, kRows, cuts.next_steps(s));
+    Announcer upcoming(cuts.next(s), w.row_bytes, cuts.next_rows(s), cuts.next_steps(s));
     for (int64_t k = cuts.begin(s); k < end; ++k) {
       const uint8_t* at = w.at + k * tiles::kLine;
-      upcoming.announce(kRows);
-      for (int64_t r = 0; r < kRows; ++r) prefetch(at + kNearBytes + r * w.row_bytes);
+      upcoming.announce(w.rows);
+      for (int64_t r = 0; r < w.rows; ++r) prefetch(at + kNearBytes + r * w.row_bytes);
       unit.step(at, w.row_bytes);
     }
     upcoming.announce(upcoming.left());
   }
 }
 
-// Outputs [n, n1) by whole strips of NA tiles; returns where they end.
+// Rows of w from output `n` on, as many as a strip has, or what is left of whole halves of tiles.
+inline int64_t strip_rows(int64_t n, int64_t n1, int64_t whole) {
+  return std::min(whole, (n1 - n) / kHalfTile * kHalfTile);
+}
+
+// Outputs [n, n1) by strips of `whole`, which are NA tiles or half of one; returns where they end.
 template <int NA, int NB>
-int64_t strips_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
+int64_t strips_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1, int64_t whole,
                         Buffers& buffers) {
-  constexpr int64_t kOutputs = NA * kTile;
   const int64_t row_bytes = a.w_stride * int64_t(sizeof(bf16));
-  for (; n + kOutputs <= n1; n += kOutputs) {
-    const auto* w = static_cast<const uint8_t*>(a.w) + n * row_bytes;
-    const bool more = n + 2 * kOutputs <= n1;
+  for (; n + whole <= n1; n += whole) {
+    const auto *w = static_cast<const uint8_t*>(a.w) + n * row_bytes, *after = w + whole * row_bytes;
     TileUnit<NA, NB> unit(x);
-    walk_in_place(unit, {w, row_bytes, x.steps, more ? w + kOutputs * row_bytes : nullptr});
+    walk_in_place(unit, {w, row_bytes, x.steps, whole, after, strip_rows(n + whole, n1, whole)});
     unit.end(buffers.sums);
-    write_strip(a, Strip(a, n, n + kOutputs), buffers.sums, NB, 0);
+    write_strip(a, Strip(a, n, n + whole), buffers.sums, NB, 0);
   }
   return n;
 }
 
-// The same for a gated product: 16 gates, then their 16 ups.
+// The same for a gated product: gates of a tile or half of one, then their ups.
 template <int NB>
-int64_t gated_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
+int64_t gated_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1, int64_t whole,
                        Buffers& buffers) {
   const int64_t row_bytes = a.w_stride * int64_t(sizeof(bf16));
-  for (; n + kTile <= n1; n += kTile) {
+  for (; n + whole <= n1; n += whole) {
     const auto* gates = static_cast<const uint8_t*>(a.w) + n * row_bytes;
-    const auto *ups = gates + a.n * row_bytes, *after = gates + kTile * row_bytes;
+    const auto *ups = gates + a.n * row_bytes, *after = gates + whole * row_bytes;
     TileUnit<1, NB> gate(x);
-    walk_in_place(gate, {gates, row_bytes, x.steps, ups});
+    walk_in_place(gate, {gates, row_bytes, x.steps, whole, ups, whole});
     gate.end(buffers.sums);
     TileUnit<1, NB> up(x);
-    walk_in_place(up, {ups, row_bytes, x.steps, n + 2 * kTile <= n1 ? after : nullptr});
+    walk_in_place(up, {ups, row_bytes, x.steps, whole, after, strip_rows(n + whole, n1, whole)});
     up.end(buffers.sums + NB * kTile * kTile);
-    write_strip(a, Strip(a, n, n + kTile), buffers.sums, NB, 0);
+    write_strip(a, Strip(a, n, n + whole), buffers.sums, NB, 0);
   }
   return n;
 }
 
-// Outputs [n, n1) by whole tiles; returns where they end.
+// Outputs [n, n1) by strips of a tile, or of half of one; returns where they end.
+template <int NB>
+int64_t narrow_strips_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
+                               int64_t whole, Buffers& buffers) {
+  const tiles::Session session(int(x.columns), int(whole));
+  if (a.gated) return gated_in_place<NB>(a, x, n, n1, whole, buffers);
+  if constexpr (NB == 2)
+    if (whole == kTile) n = strips_in_place<2, NB>(a, x, n, n1, 2 * kTile, buffers);
+  return strips_in_place<1, NB>(a, x, n, n1, whole, buffers);
+}
+
+// Outputs [n, n1) by whole tiles, then half of one; returns where they end.
 inline int64_t tiles_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
                               Buffers& buffers) {
-  if (a.gated && a.m <= kTile) return gated_in_place<1>(a, x, n, n1, buffers);
-  if (a.gated) return gated_in_place<2>(a, x, n, n1, buffers);
-  if (a.m <= kTile) return strips_in_place<1, 1>(a, x, n, n1, buffers);
-  n = strips_in_place<2, 2>(a, x, n, n1, buffers);
-  return strips_in_place<1, 2>(a, x, n, n1, buffers);
+  const auto strips = a.m <= kTile ? narrow_strips_in_place<1> : narrow_strips_in_place<2>;
+  n = strips(a, x, n, n1, kTile, buffers);
+  return n + kHalfTile <= n1 ? strips(a, x, n, n1, kHalfTile, buffers) : n;
 }
 
 }  // namespace tile_linear

@@ -19,37 +19,12 @@ namespace tile_linear {
 
 // ---- sharing out ------------------------------------------------------------------------------
 
-// A tile of x in pairs: rows [m, m + rows), columns [k, k + 32), zeros where they end.
-inline void pack_tile(const LinearArgs& a, int64_t m, int64_t rows, int64_t k, int columns,
-                      bf16* out) {
-  alignas(64) uint32_t lines[kTile * kTile];
-  for (int64_t r = 0; r < columns; ++r) {
-    auto* line = reinterpret_cast<bf16*>(lines + r * kTile);
-    float padded[kStepColumns] = {};
-    const float* in = a.x + (m + r) * a.x_stride + k;
-    if (r >= rows || k + kStepColumns > a.k) {
-      if (r < rows) std::memcpy(padded, in, size_t(a.k - k) * sizeof(float));
-      in = padded;
-    }
-    for (int c = 0; c < kStepColumns; c += 2 * kLanes)
-      round_pair(line + c, load(in + c), load(in + c + kLanes));
-  }
-  transpose16(reinterpret_cast<uint32_t*>(out), columns, lines, kTile, columns, kTile);
-}
-
 inline TiledX pack(ThreadPool& pool, const LinearArgs& a) {
   TiledX x = TiledX::of(a.m, a.k);
   if ((x.data = a.tiled_x)) return x;
-  const int64_t count = (a.m + kTile - 1) / kTile * x.steps;
-  auto* data = reinterpret_cast<bf16*>(pool.scratch(count * x.step_size() / 2));
+  auto* data = reinterpret_cast<bf16*>(pool.scratch(tiled_size(a.m, a.k) / 2));
+  pack_rows(pool, data, a.m, a.k, [&](int64_t m) { return a.x + m * a.x_stride; });
   x.data = data;
-  pool.run(a.m * a.k < 100'000 ? 1 : pool.size(), [&](int part, int all) {
-    for (int64_t i = count * part / all; i < count * (part + 1) / all; ++i) {
-      const int64_t m = i / x.steps * kTile, k = i % x.steps * kStepColumns;
-      const int64_t rows = std::min<int64_t>(kTile, a.m - m);
-      pack_tile(a, m, rows, k, int(x.columns), data + i * x.step_size());
-    }
-  });
   return x;
 }
 
@@ -74,13 +49,21 @@ inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int threads) {
   return best;
 }
 
+// Outputs that few rows are shared out by: whole tiles, but halves where one tile more or less is
+// much of what a thread has.
+inline int64_t few_rows_unit(const LinearArgs& a, int64_t ranges) {
+  const int64_t strips = (a.n + kTile - 1) / kTile;
+  return strips % ranges == 0 || strips > 16 * ranges ? kTile : kHalfTile;
+}
+
 // Outputs [n0, n1) of rows [m0, m1).
 inline void outputs(const LinearArgs& a, const TiledX& x, bool in_place, int64_t m0, int64_t m1,
                     int64_t n0, int64_t n1) {
-  const tiles::Session session(int(x.columns));
   Buffers& buffers = Buffers::of_thread();
   if (a.m <= kFewRows && a.k % kStepColumns == 0) n0 = tiles_in_place(a, x, n0, n1, buffers);
-  if (n0 < n1) RowsBlock(a, x, in_place, m0, m1, buffers).outputs(n0, n1);
+  if (n0 == n1) return;
+  const tiles::Session session(int(x.columns));
+  RowsBlock(a, x, in_place, m0, m1, buffers).outputs(n0, n1);
 }
 
 inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
@@ -95,9 +78,10 @@ inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
     return;
   }
   const int64_t blocks = row_blocks(a, rows_most, int(threads)), pairs = (tile_rows + 1) / 2;
-  const int64_t unit = a.m <= kFewRows ? kTile : strip_outputs(a), units = (a.n + unit - 1) / unit;
   const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
-  const int64_t ranges = std::min<int64_t>(units, (threads * fine + blocks - 1) / blocks);
+  const int64_t most = (threads * fine + blocks - 1) / blocks;
+  const int64_t unit = a.m <= kFewRows ? few_rows_unit(a, most) : strip_outputs(a);
+  const int64_t units = (a.n + unit - 1) / unit, ranges = std::min<int64_t>(units, most);
   pool.each(blocks * ranges, [&](int64_t i) {
     const int64_t block = i / ranges, range = i % ranges;
     const int64_t m0 = pairs * block / blocks * 2 * kTile;
@@ -116,9 +100,7 @@ inline void linear_tiles(ThreadPool& pool, const LinearArgs& a) { tile_linear::b
 inline void feed_forward_tiles(ThreadPool& pool, LinearArgs gated, LinearArgs down) {
   using namespace tile_linear;
   if (gated.m > kFewRows) {
-    const TiledX act = TiledX::of(gated.m, gated.n);
-    const int64_t count = (gated.m + kTile - 1) / kTile * act.steps * act.step_size();
-    gated.tiled_out = reinterpret_cast<bf16*>(pool.between(count / 2));
+    gated.tiled_out = reinterpret_cast<bf16*>(pool.between(tiled_size(gated.m, gated.n) / 2));
     down.tiled_x = gated.tiled_out;
   }
   by_tiles(pool, gated);

@@ -13,7 +13,6 @@
 #include "../chunk_rules.h"
 #include "../threads.h"
 #include "prompt_layout.h"
-#include "transpose.h"
 
 namespace c2c::chunks {
 
@@ -325,22 +324,47 @@ class Prompt {
 
   void end(const AttentionArgs& a, const Task& task) {
     const int64_t group = a.heads / a.kv.kv_heads, heads = task.group_to - task.group_from;
-    alignas(64) float lines[kSquare], turned[kSquare];
+    alignas(64) float lines[kSquare];
     for (int64_t at = 0; at < task.rows(); at += kRows) {
       float* sums = gathered_ + at / kRows * state();
+      int64_t tokens[kRows], columns[kRows];
       const int64_t count = std::min<int64_t>(kRows, task.rows() - at);
+      for (int64_t r = 0; r < count; ++r) {
+        tokens[r] = task.query + (at + r) / heads;
+        columns[r] = (task.head * group + task.group_from + (at + r) % heads) * dim_;
+      }
       for (int64_t t = 0; t < lines_; ++t) {
         for (int i = 0; i < kSquare; i += kLanes)
           store(lines + i, div(load(sums + t * kSquare + i), load(totals(sums) + i % kRows)));
-        transpose16(turned, kRows, lines, kRows, kRows, kRows);
         const int64_t dims = std::min<int64_t>(kRows, dim_ - t * kRows);
-        for (int64_t r = 0; r < count; ++r) {
-          const int64_t token = task.query + (at + r) / heads;
-          const int64_t head = task.head * group + task.group_from + (at + r) % heads;
-          std::memcpy(a.out + (token * a.heads + head) * dim_ + t * kRows, turned + r * kRows,
-                      size_t(dims) * sizeof(float));
-        }
+        if (a.tiled_out)
+          end_tiled(a, lines, tokens, columns, count, t * kRows, dims);
+        else
+          end_rows(a, lines, tokens, columns, count, t * kRows, dims);
       }
+    }
+  }
+
+  // Dimensions [d, d + dims) of `count` rows, which lie in lanes.
+  void end_rows(const AttentionArgs& a, const float* lines, const int64_t* tokens,
+                const int64_t* columns, int64_t count, int64_t d, int64_t dims) const {
+    alignas(64) float turned[kSquare];
+    transpose16(turned, kRows, lines, kRows, kRows, kRows);
+    for (int64_t r = 0; r < count; ++r)
+      std::memcpy(a.out + tokens[r] * a.heads * dim_ + columns[r] + d, turned + r * kRows,
+                  size_t(dims) * sizeof(float));
+  }
+
+  // The same in pairs, so nothing is turned.
+  void end_tiled(const AttentionArgs& a, const float* lines, const int64_t* tokens,
+                 const int64_t* columns, int64_t count, int64_t d, int64_t dims) const {
+    alignas(64) bf16 pairs[kSquare];
+    for (int64_t i = 0; i < dims; i += 2)
+      tile_linear::pair_rows(pairs + i * kRows, lines + i * kRows, lines + (i + 1) * kRows);
+    for (int64_t r = 0; r < count; ++r) {
+      const tile_linear::TiledRow out(a.tiled_out, a.heads * dim_, tokens[r]);
+      for (int64_t i = 0; i < dims; i += 2)
+        std::memcpy(out.pair(columns[r] + d + i), pairs + i * kRows + 2 * r, 2 * sizeof(bf16));
     }
   }
 

@@ -84,13 +84,14 @@ inline void zero_sums() {
 }
 
 // The calling thread's tiles, all of full size except that C (0 to 3) and B (6 and 7) may have
-// fewer than 16 columns. The system saves tiles at every switch: they are given back.
+// fewer than 16 columns, and C and A (4 and 5) fewer than 16 rows. The system saves tiles at every
+// switch: they are given back.
 class Session {
  public:
-  explicit Session(int columns = kRows) {
+  explicit Session(int columns = kRows, int rows = kRows) {
     Config config;
     for (int t = 0; t < 8; ++t) {
-      config.rows[t] = kRows;
+      config.rows[t] = uint8_t(t < 6 ? rows : kRows);
       config.line_bytes[t] = uint16_t(t == 4 || t == 5 ? kLine : 4 * columns);
     }
     configure(config);

@@ -5,36 +5,15 @@
 #include <cstring>
 #include <utility>
 
-#include "../dot.h"
 #include "../linear_args.h"
-#include "../rowwise.h"
-#include "../threads.h"
-#include "registers.h"
-#include "transpose.h"
+#include "tiled_x.h"
 
 #if defined(C2C_TILES)
 namespace c2c {
 
 namespace tile_linear {
 
-constexpr int kTile = 16;
-constexpr int kStepColumns = tiles::kColumns;
 constexpr int kStripTiles = 2;  // of 16 outputs, at most
-constexpr int64_t kFewRows = 2 * kTile;  // of x at most, where w is read at the speed of memory
-
-// x in the order in which tiles are loaded: [16 rows][step][pair][row][2], zeros at the ends.
-struct TiledX {
-  const bf16* data;
-  int64_t steps;    // of 32 columns
-  int64_t columns;  // rows of x in a tile: fewer than 16 if there are no more
-
-  // That of [m, k], without its data.
-  static TiledX of(int64_t m, int64_t k) {
-    return {nullptr, (k + kStepColumns - 1) / kStepColumns, std::min<int64_t>(m, kTile)};
-  }
-  int64_t step_size() const { return kStepColumns * columns; }
-  const bf16* tile(int64_t t) const { return data + t * steps * step_size(); }
-};
 
 // The rows of w that a walk reads: in place, or in a copy.
 struct Source {
@@ -173,16 +152,6 @@ inline void write_gated(const LinearArgs& a, const Strip& strip, const float* ga
   for (int64_t i = 0; i < rows; ++i)
     silu_mul_row(gate + i * kTile, gate + i * kTile, up + i * kTile, kTile);
   write_rows(a, gate, strip.n, strip.count, m, rows);
-}
-
-// 16 values of each, rounded, in pairs.
-inline void pair_rows(bf16* out, const float* first, const float* second) {
-  vec low[kTile / kLanes], high[kTile / kLanes];
-  for (int p = 0; p < kTile / kLanes; ++p) {
-    low[p] = load(first + p * kLanes);
-    high[p] = load(second + p * kLanes);
-  }
-  store_pairs(out, low, high);
 }
 
 // out = sums + bias, for `count` outputs of 16 rows of x.
