@@ -17,8 +17,13 @@ def app(args: Sequence[str] | None = None) -> None:
         # The command that runs enables the collector again.
         gc.disable()
         if sys.argv[1:2] == ["serve"]:
+            importlib.import_module("c2cserve.serving.start_signals").end_imports_by_signals()
             importlib.import_module("c2cserve.serving.prestart").prestart(sys.argv[2:])
-    commands = importlib.import_module("c2cserve.cli.commands")
+    try:
+        commands = importlib.import_module("c2cserve.cli.commands")
+    except KeyboardInterrupt:
+        sys.stderr.write("c2cserve: interrupted\n")
+        sys.exit(130)
     sys.exit(commands.run(list(sys.argv[1:] if args is None else args)))
 
 
