@@ -69,9 +69,9 @@ def plan_machine(
     nodes = reader_nodes(machine, slices)
     if nodes:
         log.info("NUMA: %s", show_nodes(machine, nodes))
+    room = room_beside_kv(slices, machine.memory_available_bytes)
     if pool_bytes is None:
-        paused = sum(one.host_kv_bytes for one in slices)
-        pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
+        pool_bytes = min(plan_pool_bytes(machine), room)
     elif pool_bytes > machine.shm_free_bytes:
         log.warning(
             "--pool-bytes allows %s, and %s has %s free: models that find no room there fail."
@@ -79,6 +79,20 @@ def plan_machine(
             show_bytes(pool_bytes), pool_dir, show_bytes(machine.shm_free_bytes),
         )  # fmt: skip
     return MachinePlan(slices, pool_bytes, nodes)
+
+
+def room_beside_kv(slices: Sequence[Slice], available_bytes: int) -> int:
+    """Return the host memory that the slices' KV leaves. Raises CliError if that is none: pages of
+    KV are taken as they are used, so the kernel would kill the workers of a server in use."""
+    arenas = sum(one.kv_bytes for one in slices if one.gpu is None)
+    paused = sum(one.host_kv_bytes for one in slices)
+    if arenas + paused >= available_bytes:
+        option = "--kv-bytes" if arenas > paused else "--host-kv-bytes"
+        raise CliError(
+            f"the KV of {len(slices)} slice(s) takes {show_bytes(arenas + paused)} of host memory,"
+            f" and {show_bytes(available_bytes)} are available: allow less with {option}", 2,
+        )  # fmt: skip
+    return available_bytes - arenas - paused
 
 
 def fitting_policy(policy: PolicyName, slices: Sequence[Slice]) -> PolicyName:
