@@ -15,7 +15,7 @@ from c2cserve.devices.discover import discover
 from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.numa import reader_nodes, show_nodes, with_nodes
 from c2cserve.devices.plan import NO_GPUS, SliceWishes, plan_all
-from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
+from c2cserve.devices.slices import SlicePlanError, memory_beside_kv, plan_pool_bytes
 from c2cserve.devices.topology import find_gpu_nodes
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.kernels.native import KernelsMissing, chosen_isa, load_library
@@ -62,6 +62,7 @@ def plan_machine(
         machine = replace(machine, gpus=gpus)
     try:
         slices = plan_all(machine, wishes, pool_bytes)
+        room = memory_beside_kv(machine, slices)
     except SlicePlanError as error:
         raise CliError(str(error), 2) from error
     slices = with_links(slices, machine.gpus, streams=hybrid_alpha(policy) is not None)
@@ -69,7 +70,6 @@ def plan_machine(
     nodes = reader_nodes(machine, slices)
     if nodes:
         log.info("NUMA: %s", show_nodes(machine, nodes))
-    room = room_beside_kv(slices, machine.memory_available_bytes)
     if pool_bytes is None:
         pool_bytes = min(plan_pool_bytes(machine), room)
     elif pool_bytes > machine.shm_free_bytes:
@@ -79,20 +79,6 @@ def plan_machine(
             show_bytes(pool_bytes), pool_dir, show_bytes(machine.shm_free_bytes),
         )  # fmt: skip
     return MachinePlan(slices, pool_bytes, nodes)
-
-
-def room_beside_kv(slices: Sequence[Slice], available_bytes: int) -> int:
-    """Return the host memory that the slices' KV leaves. Raises CliError if that is none: pages of
-    KV are taken as they are used, so the kernel would kill the workers of a server in use."""
-    arenas = sum(one.kv_bytes for one in slices if one.gpu is None)
-    paused = sum(one.host_kv_bytes for one in slices)
-    if arenas + paused >= available_bytes:
-        option = "--kv-bytes" if arenas > paused else "--host-kv-bytes"
-        raise CliError(
-            f"the KV of {len(slices)} slice(s) takes {show_bytes(arenas + paused)} of host memory,"
-            f" and {show_bytes(available_bytes)} are available: allow less with {option}", 2,
-        )  # fmt: skip
-    return available_bytes - arenas - paused
 
 
 def fitting_policy(policy: PolicyName, slices: Sequence[Slice]) -> PolicyName:
