@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from server_process import CATALOG, SPECIALISTS, free_port, run_cli
+from server_process import CATALOG, SPECIALISTS, alive, free_port, run_cli, wait_until
 
 
 def start(tmp_path: Path, catalog: Path, *args: str, port: int | None = None) -> tuple[int, str]:
@@ -162,8 +162,35 @@ def test_a_signal_ends_a_start_and_leaves_nothing(
         process.send_signal(number)
         assert process.wait(100) == status
         assert process.stderr is not None
-        assert b"Traceback" not in process.stderr.read()
+        said = process.stderr.read()
+        assert b"Traceback" not in said
+        assert (b"\nc2cserve: interrupted\n" in b"\n" + said) == (status == 130)
     assert list((tmp_path / "pool").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "says"),
+    [(signal.SIGTERM, 0, b""), (signal.SIGHUP, 0, b""),
+     (signal.SIGINT, 130, b"c2cserve: interrupted\n")],
+)  # fmt: skip
+def test_a_signal_ends_the_imports_of_a_start(
+    tmp_path: Path, number: signal.Signals, status: int, says: bytes
+) -> None:
+    """A start has children before it has imported anything, and it ends them."""
+    with subprocess.Popen(
+        ["env", "--default-signal=INT,HUP", sys.executable, "-m", "c2cserve", "serve",
+         "--catalog", str(CATALOG), "--port", "0", "--pool-dir", str(tmp_path)],
+        stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(children.read_text, 60, "children", 0.001)
+        started = [int(pid) for pid in children.read_text().split()]
+        process.send_signal(number)
+        assert process.wait(100) == status
+        assert not any(alive(pid) for pid in started)
+        assert process.stderr is not None
+        assert process.stderr.read() == says
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_reload_that_is_asked_for_during_the_start_does_not_end_it(tmp_path: Path) -> None:

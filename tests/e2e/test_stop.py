@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from run_delays import DelayWatch
-from server_process import ServerProcess, wait_until
+from server_process import ServerProcess, alive, wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -32,4 +32,21 @@ def test_a_server_without_requests_ends_at_once(kind: type[ServerProcess], tmp_p
             assert server.wait(30) == 0
             took_s = time.monotonic() - began_s
         assert took_s - delayed.seconds < LIMIT_S, "without what it waited for a processor"
+        assert server.leftovers() == []
+
+
+def test_ctrl_c_before_anything_could_be_answered_is_an_interrupted_start(tmp_path: Path) -> None:
+    with Listening(directory=tmp_path / "pool") as server:
+        children = server.children()
+        server.signal(signal.SIGINT)
+        assert server.wait(60) == 130
+        assert server.log.read_text().splitlines()[-1] == "c2cserve: interrupted"
+        assert server.leftovers() == []
+        assert not any(alive(pid) for pid in children)
+
+
+def test_ctrl_c_drains_a_server_that_serves(tmp_path: Path) -> None:
+    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
+        server.signal(signal.SIGINT)
+        assert server.wait(60) == 0
         assert server.leftovers() == []

@@ -95,6 +95,12 @@ class LazyGroup(TyperGroup):
             return lazy.load(cmd_name)
         return TyperCommand(cmd_name, callback=None, help=lazy.help)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:  # typer would end with 130 and say nothing
+            raise typer.Abort from error
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if ctx.resilient_parsing:
             return super().resolve_command(ctx, args)

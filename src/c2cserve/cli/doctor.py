@@ -37,7 +37,10 @@ def doctor(
 def _show(diagnosis: Diagnosis) -> None:
     screen = console()
     screen.print(_findings(diagnosis))
-    if diagnosis.slices:
+    if count := len(diagnosis.slices):
+        pool = show_bytes(diagnosis.pool_bytes)
+        plan = f"\nc2cserve serve would start {count} slice{'s' * (count > 1)} and a pool of {pool}"
+        screen.print(plan, soft_wrap=True)
         screen.print(_slices(diagnosis))
     if diagnosis.failed:
         sys.stderr.write("c2cserve: this machine cannot serve until what FAILs is fixed\n")
@@ -61,11 +64,7 @@ def _slices(diagnosis: Diagnosis) -> "Table":
 
     from c2cserve.devices.procfs import format_cpu_list
 
-    title = (
-        f"c2cserve serve would start {len(diagnosis.slices)} slices"
-        f" and a pool of {show_bytes(diagnosis.pool_bytes)}"
-    )
-    table = Table(title=title)
+    table = Table()
     for head in ("slice", "kind", "computes on", "NUMA node", "KV arena"):
         table.add_column(head)
     for one in diagnosis.slices:

@@ -37,6 +37,7 @@ def _run(args: Sequence[str] | None) -> int:
         # The command that runs enables the collector again.
         gc.disable()
         if sys.argv[1:2] == ["serve"]:
+            importlib.import_module("c2cserve.serving.start_signals").end_imports_by_signals()
             importlib.import_module("c2cserve.serving.prestart").prestart(sys.argv[2:])
     commands = importlib.import_module("c2cserve.cli.commands")
     return commands.run(list(sys.argv[1:] if args is None else args))

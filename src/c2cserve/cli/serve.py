@@ -139,6 +139,8 @@ def _serve(
             timeout_s = cluster.node_timeout
             server = FrontServer(address, timeout_s, settings, catalog, tls, gate, signals)
         reason = uvloop.run(server.run(listener))
+    if signals.interrupted:
+        raise KeyboardInterrupt
     if reason is not None:
         raise CliError(reason)
 

@@ -77,6 +77,21 @@ def plan_pool_bytes(machine: Machine) -> int:
     return min(int(machine.memory_available_bytes * POOL_MEMORY_SHARE), machine.shm_free_bytes)
 
 
+def memory_beside_kv(machine: Machine, slices: Sequence[Slice]) -> int:
+    """Return the available memory that the slices' KV leaves. Raises `SlicePlanError` if that is
+    none: pages of KV are taken as they are used, so a server in use would lose its workers."""
+    arenas = sum(one.kv_bytes for one in slices if one.gpu is None)
+    paused = sum(one.host_kv_bytes for one in slices)
+    left = machine.memory_available_bytes - arenas - paused
+    if left <= 0:
+        raise SlicePlanError(
+            f"KV takes {arenas + paused} bytes of host memory, and "
+            f"{machine.memory_available_bytes} are available: allow less with "
+            f"{'--kv-bytes' if arenas > paused else '--host-kv-bytes'}"
+        )
+    return left
+
+
 def _check_arguments(count: int | None, threads: int | None, kv_bytes: int | None) -> None:
     if count is not None and count < 1:
         raise SlicePlanError(f"{count} slices: at least one is needed")

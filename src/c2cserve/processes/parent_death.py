@@ -43,11 +43,13 @@ def kill_descendants_at_exit() -> None:
     A descendant whose parent ends becomes a child of this process. What other libraries end at exit
     has ended before, if they are imported after this call. Raises OSError."""
     _set(_PR_SET_CHILD_SUBREAPER, 1)
-    atexit.register(_kill_descendants)
+    atexit.register(kill_descendants)
 
 
-def _kill_descendants() -> None:
-    """Kill the children, then those that have become children by that, until there are none."""
+def kill_descendants() -> None:
+    """Kill the children, then those that have become children by that, until there are none.
+
+    Those become children only where this process is their "subreaper" (prctl(2))."""
     while children := _children():
         for child in children:
             with suppress(ProcessLookupError):

@@ -188,8 +188,16 @@ class LiveServer:
         ]
         fleet = Fleet(configs, settings.pool_dir / f"c2cserve.{self._instance}", settings.fleet)
         if settings.record is not None:
-            settings.record.unlink(missing_ok=True)
+            remove_record(settings.record)
         return fleet
+
+
+def remove_record(path: Path) -> None:
+    """Remove the record of an earlier run. Raises CliError."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CliError(f"--record {path}: {error.strerror}") from error
 
 
 class _Loops:

@@ -1,5 +1,6 @@
 """The checks of `c2cserve doctor`. Each tests one thing and, if it is wrong, says how to fix it."""
 
+import errno
 import os
 import platform
 import resource
@@ -17,7 +18,12 @@ from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.links import measure_host_read
 from c2cserve.devices.numa import reader_nodes, show_nodes, with_nodes
 from c2cserve.devices.plan import SliceWishes, plan_all
-from c2cserve.devices.slices import CORES_FOR_MANY, SlicePlanError, plan_pool_bytes
+from c2cserve.devices.slices import (
+    CORES_FOR_MANY,
+    SlicePlanError,
+    memory_beside_kv,
+    plan_pool_bytes,
+)
 from c2cserve.devices.topology import find_gpu_nodes, find_links, show_links
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.sim import compiled
@@ -88,11 +94,12 @@ def diagnose(host: str, port: int, pool_dir: Path) -> Diagnosis:
     checks = (
         check_system(), check_cpu(machine), check_numa(machine, slices), check_kernels(),
         check_memory(machine), check_shared_memory(machine, pool_dir), plan, check_gpus(machine),
-        check_limits(), check_port(host, port), check_libraries(),
+        check_limits(machine), check_port(host, port), check_libraries(),
         check_simulator(),
     )  # fmt: skip
     findings += [finding for check in checks for finding in check]
-    return Diagnosis(__version__, machine, tuple(findings), slices, plan_pool_bytes(machine))
+    pool_bytes = min(plan_pool_bytes(machine), memory_beside_kv(machine, slices)) if slices else 0
+    return Diagnosis(__version__, machine, tuple(findings), slices, pool_bytes)
 
 
 def check_system() -> Iterator[Finding]:
@@ -106,9 +113,14 @@ def check_system() -> Iterator[Finding]:
         yield Finding(Level.OK, "system", text)
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def check_cpu(machine: Machine) -> Iterator[Finding]:
     threads, cores, nodes = len(machine.cpus), len(machine.cores), len(machine.numa)
-    text = f"{machine.cpu_name}: {cores} cores, {threads} threads, {nodes} NUMA node(s)"
+    text = f"{machine.cpu_name}: {_count(cores, 'core')}, {_count(threads, 'thread')},"
+    text += f" {_count(nodes, 'NUMA node')}"
     if machine.cpu_quota is not None:
         text += f", of which a cgroup allows {machine.cpu_quota:g} CPUs of time"
     if machine.cpu_quota is not None and machine.cpu_quota < 1:
@@ -119,7 +131,12 @@ def check_cpu(machine: Machine) -> Iterator[Finding]:
     yield Finding(Level.OK, "instructions", sets)
     for link in machine.links[:1]:
         rate = f"{link.bytes_per_s / 1e9:.1f}"
-        text = f"{rate} GB/s read by all cores: {rate}/S tokens/s at most, of a dense model of S GB"
+        text = (
+            f"{rate} GB/s read by all cores: for one request, a dense model of 1 GB decodes {rate}"
+            " tokens/s at most, one of 10 GB a tenth of that"
+        )
+        if (load := os.getloadavg()[0]) > threads / 2:
+            text += f". Other programs were running (load {load:.1f}): an idle machine reads faster"
         yield Finding(Level.OK, "memory link", text)
 
 
@@ -192,13 +209,14 @@ def check_shared_memory(machine: Machine, pool_dir: Path) -> Iterator[Finding]:
 def check_slices(machine: Machine) -> tuple[tuple[Slice, ...], tuple[Finding, ...]]:
     try:
         slices = plan_all(machine, SliceWishes())
+        memory_beside_kv(machine, slices)
     except SlicePlanError as error:
         return (), (Finding(Level.FAIL, "slices", str(error)),)
     sizes = sorted({len(one.cpus) for one in slices})
     cores = " or ".join(map(str, sizes))
     text = (
-        f"{len(slices)} of {cores} core(s): about one per 16 cores, none across NUMA nodes,"
-        " one thread of each core. A request has the cores of one slice"
+        f"{len(slices)} of {cores} core{'s' * (sizes != [1])}: about one per 16 cores, none across"
+        " NUMA nodes, one thread of each core. A request has the cores of one slice"
     )
     total = sum(len(one.cpus) for one in slices)
     if total >= 2 * CORES_FOR_MANY:
@@ -252,11 +270,13 @@ def _readable(machine: Machine, gpu: Gpu) -> str:
     return ", ".join(numbers) or "no other GPU"
 
 
-def check_limits() -> Iterator[Finding]:
+def check_limits(machine: Machine) -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    shown = "unlimited" if locked == resource.RLIM_INFINITY else show_bytes(locked)
-    text = f"{files} open files, {shown} locked memory"
+    text = f"{files} open files"
+    if machine.gpus:
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        shown = "unlimited" if locked == resource.RLIM_INFINITY else show_bytes(locked)
+        text += f", {shown} locked memory"
     if 0 <= files < _FILES_MIN:
         yield Finding(Level.WARN, "limits", text, "ulimit -n 65536: every client takes one")
     else:
@@ -267,6 +287,13 @@ def check_limits() -> Iterator[Finding]:
         yield Finding(Level.WARN, "limits", f"{maps} memory maps per process", fix)
 
 
+_PORT_FIXES = {
+    errno.EADDRINUSE: "end what listens there, or serve with another --port",
+    errno.EACCES: "serve with a --port from 1024 on, or as a user who may take lower ones",
+}
+"""What helps where an address cannot be listened on. All other reasons are about the host."""
+
+
 def check_port(host: str, port: int) -> Iterator[Finding]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -274,9 +301,8 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
         try:
             probe.bind((host, port))
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            fix = "end what listens there, or serve with another --port"
-            yield Finding(Level.WARN, "port", f"{host}:{port}: {reason}", fix)
+            fix = _PORT_FIXES.get(error.errno or 0, "serve with another --host")
+            yield Finding(Level.WARN, "port", f"{host}:{port}: {error.strerror}", fix)
             return
     yield Finding(Level.OK, "port", f"{host}:{port} is free")
 
@@ -293,5 +319,5 @@ def check_libraries() -> Iterator[Finding]:
 
 
 def check_simulator() -> Iterator[Finding]:
-    """`simulate` and `plan` work without compiled code, only more slowly."""
-    yield Finding(Level.OK, "simulator", compiled.status())
+    """`simulate` and `plan` work without compiled code, only more slowly. Servers use none."""
+    yield Finding(Level.OK, "simulator", f"simulate and plan only: {compiled.status()}")

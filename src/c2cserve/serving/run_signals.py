@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from c2cserve.core.model import ModelState
+from c2cserve.runtime.gateway import Snapshot
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.tls import Tls
 from c2cserve.serving.start_signals import StartSignals
@@ -24,6 +26,8 @@ class Drainable(Protocol):
 
     def abort(self, reason: str) -> None: ...
 
+    def snapshot(self) -> Snapshot: ...
+
 
 class _Files(Protocol):
     @property
@@ -39,6 +43,14 @@ def hang_ups_of(tls: Tls | None, gate: Gate, files: _Files) -> list[HangUp]:
     if files.keys_file or files.usage_log:
         found.append(gate.hang_up)
     return found
+
+
+def is_starting(now: Snapshot) -> bool:
+    """Whether a server cannot have answered anything yet: no slice was ever up, or no model is in
+    the pool."""
+    never_up = all(one.state != "up" and not one.restarts for one in now.slices)
+    loaded = any(model.state is ModelState.READY for model in now.models)
+    return never_up or not (loaded or now.running)
 
 
 class RunSignals:
@@ -58,12 +70,20 @@ class RunSignals:
 
     def install(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._drain)
+        loop.add_signal_handler(signal.SIGTERM, self._drain)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
         if self._hang_ups or self._signals.ends_by_hang_up:
             loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         if self._signals.hung_up:
             self._hang_up()
+
+    def _interrupt(self) -> None:
+        """End at once if the server is still starting; else drain."""
+        if not self._gateway.draining and is_starting(self._gateway.snapshot()):
+            self._signals.interrupted = True
+            self._gateway.abort("the server was interrupted while it started")
+            return
+        self._drain()
 
     def _drain(self) -> None:
         """First signal: finish what is there. Second, or out of time: end."""

@@ -15,7 +15,7 @@ from c2cserve.devices.discover import discover
 from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.numa import reader_nodes, show_nodes, with_nodes
 from c2cserve.devices.plan import NO_GPUS, SliceWishes, plan_all
-from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
+from c2cserve.devices.slices import SlicePlanError, memory_beside_kv, plan_pool_bytes
 from c2cserve.devices.topology import find_gpu_nodes
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.kernels.native import KernelsMissing, chosen_isa, load_library
@@ -62,6 +62,7 @@ def plan_machine(
         machine = replace(machine, gpus=gpus)
     try:
         slices = plan_all(machine, wishes, pool_bytes)
+        room = memory_beside_kv(machine, slices)
     except SlicePlanError as error:
         raise CliError(str(error), 2) from error
     slices = with_links(slices, machine.gpus, streams=hybrid_alpha(policy) is not None)
@@ -70,8 +71,7 @@ def plan_machine(
     if nodes:
         log.info("NUMA: %s", show_nodes(machine, nodes))
     if pool_bytes is None:
-        paused = sum(one.host_kv_bytes for one in slices)
-        pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
+        pool_bytes = min(plan_pool_bytes(machine), room)
     elif pool_bytes > machine.shm_free_bytes:
         log.warning(
             "--pool-bytes allows %s, and %s has %s free: models that find no room there fail."

@@ -1,6 +1,7 @@
 """`doctor`: what it finds here, and every problem it can tell, each with its fix."""
 
 import json
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from c2cserve.cli.main import app
-from c2cserve.core.machine import Gpu, Machine, NumaNode
+from c2cserve.core.machine import Gpu, Link, Machine, NumaNode
 from c2cserve.serving import machine_checks as checks
 from c2cserve.serving.machine_checks import Finding, Level
 
@@ -58,6 +59,8 @@ def test_the_table_names_the_slices(capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "cpu0" in out
     assert "KV arena" in out
+    (line,) = [one for one in out.splitlines() if "would start" in one]
+    assert re.fullmatch(r"c2cserve serve would start \d+ slices? and a pool of [\d.]+ .iB", line)
 
 
 def test_nowhere_to_share_weights_prevents_serving(tmp_path: Path, capsys: Any) -> None:
@@ -76,6 +79,42 @@ def test_used_port_is_a_warning_with_a_fix() -> None:
     assert finding.level is Level.WARN
     assert "in use" in finding.text
     assert "--port" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [("192.0.2.1", "Cannot assign requested address"), ("nowhere.invalid", "not known")],
+)
+def test_an_address_of_no_interface_is_mended_by_another_host(host: str, says: str) -> None:
+    finding = only(checks.check_port(host, 8000))
+    assert finding.level is Level.WARN
+    assert says in finding.text
+    assert "--host" in finding.fix
+    assert "--port" not in finding.fix
+
+
+@pytest.mark.parametrize(("load", "said"), [(0.4, False), (1.7, True)])
+def test_a_rate_that_was_measured_on_a_busy_machine_says_so(
+    load: float, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    machine = replace(MACHINE, links=(Link("host", "host", "cpu", 50e9),))
+    (text,) = [one.text for one in checks.check_cpu(machine) if one.topic == "memory link"]
+    assert text.startswith("50.0 GB/s")
+    assert ("load 1.7" in text) == said
+
+
+def test_locked_memory_is_said_where_gpus_need_it() -> None:
+    assert "locked" not in only(checks.check_limits(MACHINE)).text
+    gpu = Gpu(0, "u0", "NVIDIA H200", 141 * GIB, 132, memory_free_bytes=140 * GIB)
+    assert "locked" in only(checks.check_limits(replace(MACHINE, gpus=(gpu,)))).text
+
+
+def test_kv_that_leaves_no_memory_for_weights_prevents_serving() -> None:
+    slices, finding = checks.check_slices(replace(MACHINE, memory_available_bytes=32 << 20))
+    assert slices == ()
+    assert only(finding).level is Level.FAIL
+    assert "--kv-bytes" in only(finding).text
 
 
 @pytest.mark.parametrize(
@@ -170,7 +209,7 @@ def test_slices_and_why() -> None:
     slices, findings = checks.check_slices(MACHINE)
     assert [one.id for one in slices] == ["cpu0"]
     assert only(findings).level is Level.OK
-    assert only(findings).text.startswith("1 of 2 core(s)")
+    assert only(findings).text.startswith("1 of 2 cores: ")
     assert "--slices" not in only(findings).text, "two slices of one core are no gain"
     large = replace(MACHINE, cpus=tuple(range(16)), cores=tuple((cpu,) for cpu in range(16)),
                     numa=(replace(MACHINE.numa[0], cpus=tuple(range(16))),))  # fmt: skip

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.core.machine import Machine, NumaNode
+from c2cserve.core.machine import GpuShare, Machine, NumaNode, Slice
 from c2cserve.devices.slices import (
     KV_BYTES_MAX,
     KV_BYTES_MIN,
     SLAB_BYTES,
     SlicePlanError,
+    memory_beside_kv,
     plan_pool_bytes,
     plan_slices,
 )
@@ -148,3 +149,15 @@ def test_any_machine(
         assert max(users.values()) == 1, "without being asked, slices share no core"
         if quota is not None:
             assert len(users) <= max(1, quota)
+
+
+def test_the_pool_leaves_memory_for_kv() -> None:
+    here = machine([1], available_gib=10)
+    one = Slice("a", "cpu", kv_bytes=3 * GIB, host_kv_bytes=2 * GIB)
+    assert memory_beside_kv(here, [one, replace(one, host_kv_bytes=0)]) == 2 * GIB
+    in_hbm = replace(one, kind="gpu", gpu=GpuShare("GPU", 0))
+    assert memory_beside_kv(here, [in_hbm]) == 8 * GIB
+    with pytest.raises(SlicePlanError, match="--kv-bytes"):
+        memory_beside_kv(here, [one, one])
+    with pytest.raises(SlicePlanError, match="--host-kv-bytes"):
+        memory_beside_kv(here, [replace(in_hbm, host_kv_bytes=10 * GIB)])

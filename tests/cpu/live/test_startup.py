@@ -8,6 +8,7 @@ import pytest
 
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.devices.plan import NO_GPUS, SliceWishes
+from c2cserve.serving.live_server import remove_record
 from c2cserve.serving.startup import fitting_policy, open_files, plan_machine
 from c2cserve.terminal.output import CliError, show_bytes
 
@@ -47,6 +48,18 @@ def test_a_pool_larger_than_its_filesystem_is_said(
     plan_machine(wishes, tmp_path, 2 * free)
     assert f"--pool-bytes allows {show_bytes(2 * free)}, and {tmp_path} has" in caplog.text
     assert "--shm-size" in caplog.text
+
+
+def test_kv_that_no_memory_is_there_for_is_refused_by_its_option(tmp_path: Path) -> None:
+    wishes = SliceWishes(cpu_slices=2, gpu_slices=NO_GPUS, cpu_kv_bytes=100 << 40)
+    with pytest.raises(CliError, match=r"KV takes 219902325555200 bytes.* with --kv-bytes$"):
+        plan_machine(wishes, tmp_path, None)
+
+
+def test_a_record_that_cannot_be_written_anew_is_refused_by_its_option(tmp_path: Path) -> None:
+    remove_record(tmp_path / "none")
+    with pytest.raises(CliError, match=f"^--record {tmp_path}: Is a directory$"):
+        remove_record(tmp_path)
 
 
 def test_a_policy_fits_the_slices_or_says_what_does(caplog: pytest.LogCaptureFixture) -> None:

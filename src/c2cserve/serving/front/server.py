@@ -33,7 +33,7 @@ from c2cserve.serving.front.gateway import FleetGateway
 from c2cserve.serving.front.key_limits import KeyLimits
 from c2cserve.serving.front.models import FrontModels
 from c2cserve.serving.key_secrecy import exposures
-from c2cserve.serving.live_server import LiveSettings, make_pool
+from c2cserve.serving.live_server import LiveSettings, make_pool, remove_record
 from c2cserve.serving.node.spec import node_spec
 from c2cserve.serving.run_signals import RunSignals, hang_ups_of
 from c2cserve.serving.start_signals import StartSignals
@@ -121,7 +121,7 @@ class FrontServer:
         path = self._settings.record
         if path is None:
             return no_record
-        path.unlink(missing_ok=True)
+        remove_record(path)
         try:
             return Record(path, "front", "fleet", {"settings": policy})
         except OSError as error:
