@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from math import inf
 from random import Random
 
 import pytest
@@ -18,7 +17,6 @@ from c2cserve.policy.cluster.link_and_memory import (
     LINK_AND_MEMORY,
     SWAP_TOKENS,
     LinkAndMemory,
-    believed_round_s,
     link_demand,
     stream_step_s,
     turns_bytes,
@@ -342,35 +340,3 @@ def test_turns_leave_room_for_weights_that_are_waited_for_or_idle_here() -> None
     load.activate(SPECS[3])
     assert not joins(load, SPECS[2])
     assert joins(turning(150.0), SPECS[2], owed_bytes=80), "it needs no turns"
-
-
-@pytest.mark.parametrize(("known", "taken"), [(True, 10), (False, 3)])
-def test_a_model_that_never_ran_stops_no_turns_of_another(known: bool, taken: int) -> None:
-    """Beside weights of 40 and of 80 bytes there are 80: KV of four requests, or turns of many. The
-    step of the larger model is not known. It is taken to read weights as fast as the other."""
-    load = slice_load("s", 200, 10**4)
-    load.slice = replace(load.slice, host_kv_bytes=10**4)
-    load.profiled = {SPECS[2].id: TABLE} if known else {}
-    for spec in (SPECS[2], SPECS[3]):
-        load.activate(spec)
-        load.add(ask(spec.id, spec, 1.0), 20.0)
-    for number in range(20):
-        request = Request(f"r{number}", SPECS[2].id, 100, 50, 0.0, Slo(60.0, 1.0))
-        found = place(request, SPECS[2], 20.0, [load], lambda name: tuple[float, ...](), 0.0)
-        if found is not None:
-            carry_out(load, request, found, 20.0)
-    assert len(load.active[SPECS[2].id].jobs) == taken
-
-
-def test_a_step_of_unknown_time_is_as_slow_as_the_slowest_other_byte_by_byte() -> None:
-    load = slice_load("s", 200, 10**4)
-    load.profiled = {}
-    for spec in SPECS[:3]:
-        load.activate(spec)
-        load.add(ask(spec.id, spec))
-    assert believed_round_s(load) == inf
-    load.believe(SPECS[0].id, StepTable(((1, 1.0),), ((512, 1, 0.01),)))
-    load.believe(SPECS[1].id, StepTable(((1, 1.0),), ((512, 1, 0.06),)))
-    assert believed_round_s(load) == pytest.approx(0.01 + 0.06 + 0.003 * 40)
-    load.believe(SPECS[2].id, StepTable(((1, 1.0),), ((512, 1, 0.02),)))
-    assert believed_round_s(load) == load.round_s() == pytest.approx(0.09)

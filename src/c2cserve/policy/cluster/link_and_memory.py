@@ -21,7 +21,7 @@ weights twice in each round, with half of the batch each. And both would take ti
 models that run nowhere else. So its request waits for room where it runs, or for enough memory.
 """
 
-from math import ceil, inf, isinf
+from math import ceil, isinf
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.cluster.placement import ROOMY, Ask, Budgets
@@ -93,8 +93,7 @@ class LinkAndMemory(Budgets):
         kv_bytes, work = load.kv_bytes + ask.kv_bytes, load.work()
         tpot_s = min(work.tpot_s, ask.request.slo.tpot_s)
         mean = kv_bytes / (load.requests + 1)
-        round_s = believed_round_s(load)
-        most = turns_bytes(room, load.slice.host_kv_bytes, link, mean, round_s, tpot_s)
+        most = turns_bytes(room, load.slice.host_kv_bytes, link, mean, work.round_s, tpot_s)
         return kv_bytes <= most
 
     def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
@@ -159,30 +158,6 @@ def turns_bytes(
     turns = tpot_s / (round_s + request_bytes / link_bytes_per_s)
     away = max(host_bytes * (1.0 - AHEAD_SHARE), host_bytes - room)
     return max(room, min(room * turns, room + away))
-
-
-def believed_round_s(load: SliceLoad) -> float:
-    """Return the seconds of one decode step of every model, also if some never ran here. Of these a
-    step takes as long for each byte of weights as that of the slowest other. Infinite if no time is
-    known.
-
-    A newcomer waits until KV leaves a place for its weights. If no request of the others could take
-    turns meanwhile, the slice would run empty for it."""
-    round_s, slowest_s = load.round_s(), 0.0
-    if not isinf(round_s):
-        return round_s
-    unknown: list[Instance] = []
-    round_s = 0.0
-    for one in load.busy():
-        if isinf(step_s := one.step_s()):
-            unknown.append(one)
-        else:
-            round_s += step_s
-            slowest_s = max(slowest_s, step_s / one.spec.step_bytes(len(one.jobs)))
-    for one in unknown:
-        read_s = slowest_s * one.spec.step_bytes(len(one.jobs))
-        round_s += max(one.stream_step_s, read_s) if slowest_s else inf
-    return round_s
 
 
 def stream_step_s(load: SliceLoad, spec: ModelSpec) -> float:
