@@ -42,7 +42,7 @@ def test_ctrl_c_before_anything_could_be_answered_is_an_interrupted_start(tmp_pa
         assert server.wait(60) == 130
         assert server.log.read_text().splitlines()[-1] == "c2cserve: interrupted"
         assert server.leftovers() == []
-        assert not any(alive(pid) for pid in children)
+        wait_until(lambda: not any(alive(pid) for pid in children), 5, "its children to end", 0.01)
 
 
 def test_ctrl_c_drains_a_server_that_serves(tmp_path: Path) -> None:
