@@ -90,9 +90,21 @@ class Declined:
     retry_after_s: float
 
 
+@value
+class Resumed:
+    """A request that the front has already. A policy is told of it that takes the place of another
+    one. `node_id`: where it is; empty while it waits. `begun`: its client has a token. `deaths`:
+    nodes lost with it since it last made progress."""
+
+    request: Request
+    node_id: str
+    begun: bool
+    deaths: int
+
+
 FleetEvent = (
     Arrived | Cancelled | FirstToken | Progressed | Finished | ModelAdded | ModelRemoving | NodeUp
-    | NodeReport | NodeLost | Declined
+    | NodeReport | NodeLost | Declined | Resumed
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from c2cserve.server.access.keyring import Keyring
 from c2cserve.serving.controller.host import HostedModel
 from c2cserve.serving.front.gateway import FleetGateway
 from c2cserve.serving.front.key_limits import KeyLimits
+from c2cserve.serving.front.loop import Loop
 from c2cserve.serving.front.models import FrontModels
 
 SECRET = b"secret" * 5
@@ -194,9 +195,18 @@ class PlayedFront:
         self.nodes = list(nodes)
         self.ended: list[str | None] = []
         models = FrontModels([hosted(one) for one in MODELS], [])
-        policy = FleetPolicy(settings or FleetSettings())
+        self.policies: list[FleetPolicy] = []
+        """Those that its loops have had."""
+
+        self.records: list[Recorder[Any, Any]] = [record]
+        """Those that the next loops have."""
+
+        def loop(number: int) -> Loop:
+            self.policies.append(FleetPolicy(settings or FleetSettings()))
+            return self.policies[-1], self.records.pop(0) if self.records else no_record
+
         self.gateway = FleetGateway(
-            name, models, policy, record, self.ended.append, timeout_s,
+            name, models, loop, self.ended.append, timeout_s,
             KeyLimits(name, keyring or Keyring((), from_file=False)), prepare,
         )  # fmt: skip
         self._number = 0

@@ -285,7 +285,7 @@ async def test_a_change_of_a_pool_is_reported_before_the_next_report_is_due(
     [node] = nodes(1)
     async with PlayedFront(node) as front:
         monkeypatch.setattr(port, "_REPORT_S", 1000.0)
-        book = front.gateway._policy._nodes["n0.1"]
+        book = front.policies[0]._nodes["n0.1"]
         await front.until(lambda: book.held == {"a", "b"})
         node.engine.held_models = ("b",)
         node.weights.pool_changes += 1

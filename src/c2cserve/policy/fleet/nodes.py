@@ -188,6 +188,16 @@ class NodeBook:
         self.queued_tokens += computed
         note_use(self.uses, spec, now)
 
+    def take_over(self, request: Request, model: str, *, begun: bool) -> None:
+        """Note a request that was there before: the last report counts it already. When it was sent
+        is not known, so nothing is learned from its first token."""
+        computed = 0 if begun else request.prompt_len
+        self.sent[request.id] = _Sent(
+            model, request.arrival_s, computed, 0.0, held=False, begun=begun
+        )
+        self.own_reported += 1
+        self.queued_tokens += computed
+
     def begun(self, request_id: str, now: float) -> None:
         """Note a request's first token."""
         one = self.sent.get(request_id)

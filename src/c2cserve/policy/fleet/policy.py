@@ -15,6 +15,7 @@ from c2cserve.policy.fleet.nodes import CachedPrefixes, NodeBook
 from c2cserve.policy.fleet.placement import Destination, FleetPlacement, FleetSettings
 from c2cserve.policy.fleet.pools import Pools
 from c2cserve.policy.fleet.speeds import Speeds
+from c2cserve.policy.uses import note_use
 
 _PLACED_MAX = 16
 """Requests that one decision places. For each, 64 nodes may be looked at; a lost node has many."""
@@ -122,10 +123,29 @@ class FleetPolicy:
                     self._reports[node_id] = event
             case fleet.NodeLost(node_id, displaced):
                 self._lost(node_id, displaced)
+            case fleet.Resumed(request, node_id, begun, deaths):
+                held = self._requests[request.id] = _Held(request, node_id, deaths=deaths)
+                if node_id:
+                    self._take_over(held, self._nodes[node_id], begun=begun)
+                else:
+                    self._waiting[request.id] = self._due[request.id] = None
             case fleet.Declined(request, node_id):
                 if (held := self._requests.get(request.id)) is not None:
                     held.refused[node_id] = event
                     self._take_off(held, request)
+
+    def _take_over(self, held: _Held, book: NodeBook, *, begun: bool) -> None:
+        """Count a request that another policy has sent to its node, as if it had come then."""
+        request, at_s = held.request, held.request.arrival_s
+        book.take_over(request, held.model, begun=begun)
+        if (spec := self._models.get(held.model)) is None:
+            return  # the model is being removed
+        note_use(book.uses, spec, at_s)
+        self._pools.asked(spec, request.prompt_len, at_s)
+        self._prefixes.note(request, spec.id, held.node_id)
+        self._copies.asked_s[spec.id] = at_s
+        if book.draining:
+            self._leave(book)
 
     def _lost(self, node_id: str, displaced: Sequence[Request]) -> None:
         book = self._placement.remove(node_id)

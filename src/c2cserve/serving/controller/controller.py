@@ -6,8 +6,6 @@ to date. A loop that breaks again and again ends the server.
 """
 
 import logging
-import time
-from collections import deque
 from collections.abc import Callable
 
 from c2cserve.core.actions import BaselineClusterAction, ClusterAction
@@ -17,11 +15,9 @@ from c2cserve.runtime.driver import run
 from c2cserve.runtime.ports import Recorder
 from c2cserve.serving.controller.fleet import FleetDown
 from c2cserve.serving.controller.world import Aborted, ControllerWorld
+from c2cserve.serving.loop_breaks import LoopBreaks, reason
 
 log = logging.getLogger(__name__)
-
-_BREAKS_MAX = 5
-_WINDOW_S = 60.0
 
 Action = ClusterAction | BaselineClusterAction
 Loop = tuple[Policy[ClusterEvent, Action], Recorder[ClusterEvent, Action]]
@@ -35,8 +31,7 @@ class Controller:
         self._make_loop = make_loop
         self._loop = make_loop(1)
         self._number = 1
-        self._breaks: deque[float] = deque()
-        """Recent times when the loop broke and no request was at fault."""
+        self._breaks = LoopBreaks()
 
     def run(self) -> str | None:
         """Run until drained, or until the loop cannot go on. Return None after a drain, else the
@@ -53,26 +48,16 @@ class Controller:
                 return str(end)
             except Exception as fault:
                 log.exception("the controller's loop broke")
-                if self._too_often():
-                    return (
-                        f"the controller's loop broke {_BREAKS_MAX} times within {_WINDOW_S:g} s, "
-                        f"at last: {type(fault).__name__}: {fault}"
-                    )
+                self._breaks.note()
+                if self._breaks.too_many:
+                    return reason("controller", fault)
                 broken = True
 
     def _start_anew(self) -> None:
         """Prepare a fresh loop. If a request was at fault, it has failed by now: then neither this
         break nor the one that led to it counts."""
         if self._world.restart():
-            for _ in range(min(2, len(self._breaks))):
-                self._breaks.pop()
+            self._breaks.excuse(2)
         self._number += 1
         self._loop = self._make_loop(self._number)
         log.warning("the controller's loop starts anew")
-
-    def _too_often(self) -> bool:
-        now = time.monotonic()
-        self._breaks.append(now)
-        while now - self._breaks[0] > _WINDOW_S:
-            self._breaks.popleft()
-        return len(self._breaks) >= _BREAKS_MAX

@@ -12,51 +12,46 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from c2cserve.cluster.link import NodeAddress, NodeLink
 from c2cserve.cluster.messages import Applied, Decline, HoldModel, KeyUse, ModelChange, Source
 from c2cserve.cluster.messages import Cancel as CancelJob
 from c2cserve.core import fleet
 from c2cserve.core.actions import Reject
-from c2cserve.core.events import Arrived, Cancelled, ModelAdded
+from c2cserve.core.events import Arrived, Cancelled, ModelAdded, RequestEvent
 from c2cserve.core.model import ModelStatus, name_of
 from c2cserve.core.request import Delta, Job
-from c2cserve.policy.fleet.policy import FleetPolicy
-from c2cserve.runtime.driver import tick
 from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot
-from c2cserve.runtime.ports import Recorder
 from c2cserve.serving.controller.jobs import JobTable, LiveJob, log_moved
 from c2cserve.serving.controller.output_stream import OutputStream
 from c2cserve.serving.front.catalogue import FrontCatalogue, Prepare
 from c2cserve.serving.front.key_limits import TELL_S, KeyLimits
+from c2cserve.serving.front.loop import FrontLoop, Loop, RestartTick
 from c2cserve.serving.front.models import FrontModels
 from c2cserve.serving.front.nodes import Members, Node
 
 log = logging.getLogger(__name__)
 
 _RELAYS = 2
-_SHORTEST_S = 0.001
-"""Between two decisions without an event: others are to be served meanwhile."""
 
 
 class FleetGateway:
     """All methods are called on the event loop on which it was made."""
 
     def __init__(
-        self, instance: str, models: FrontModels, policy: FleetPolicy,
-        record: Recorder[Any, Any], on_end: Callable[[str | None], None],
-        node_timeout_s: float, limits: KeyLimits, prepare: Prepare,
+        self, instance: str, models: FrontModels, make_loop: Callable[[int], Loop],
+        on_end: Callable[[str | None], None], node_timeout_s: float, limits: KeyLimits,
+        prepare: Prepare,
     ) -> None:  # fmt: skip
-        """`on_end`: called with None after a drain, else with the reason. `node_timeout_s`: a node
-        that is silent for longer is lost. `prepare`: checks entries that are added."""
+        """`make_loop`: see `FrontLoop`. `on_end`: called with None after a drain, else with the
+        reason. `node_timeout_s`: a node that is silent for longer is lost. `prepare`: checks
+        entries that are added."""
         self._instance = instance
         self._models = models
-        self._policy = policy
-        self._record = record
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._jobs = JobTable()
+        self._ticks = FrontLoop(self, make_loop)
         self._members = Members(self, node_timeout_s)
         self._limits = limits
         self._catalogue = FrontCatalogue(
@@ -68,7 +63,6 @@ class FleetGateway:
         self._ended_counters = Counter[str]()
         """What nodes counted that are gone: a sum of counters never falls."""
         self._started_s = time.time()
-        self._wakeup: asyncio.TimerHandle | None = None
         self._draining = self._over = False
 
     def start(self) -> None:
@@ -94,13 +88,39 @@ class FleetGateway:
 
     def tick(self, *events: fleet.FleetEvent) -> None:
         """Tell the policy what happened, and carry out what it decides."""
-        tick(self._policy, time.monotonic(), events, _Executor(self), self._record)
-        if self._wakeup is not None:
-            self._wakeup.cancel()
-            self._wakeup = None
-        if (at_s := self._policy.wakeup) is not None and not self._over:
-            delay_s = max(_SHORTEST_S, at_s - time.monotonic())
-            self._wakeup = self._loop.call_later(delay_s, self.tick)
+        self._ticks.tick(*events)
+
+    def restart_ticks(self) -> list[RestartTick]:
+        """Return what a fresh policy is told. Requests on nodes come before those that wait, which
+        are placed beside them."""
+        ticks = [RestartTick(tuple(ModelAdded(spec) for spec in self._models.specs))]
+        for node in self._nodes.values():
+            up = fleet.NodeUp(node.node)
+            events = (up,) if node.state is None else (up, node.report())
+            ticks.append(RestartTick(events, node=node.node.id))
+        for live in sorted(self._jobs.live(), key=lambda one: one.slice_id is None):
+            request = replace(live.request, model=name_of(live.request.model))
+            event = fleet.Resumed(request, live.slice_id or "", not live.unsent, live.deaths)
+            ticks.append(RestartTick((event,), request.id))
+        return ticks
+
+    def expel(self, at_fault: RestartTick, fault: Exception) -> None:
+        """Part with the request or the node of which no policy can be told."""
+        self._blame(at_fault.request, fault)
+        if (node := self._nodes.pop(at_fault.node, None)) is not None:
+            self._count_lost(node)
+            self._jobs.displace(at_fault.node)
+            self._members.avoid(node.link)
+            node.link.end(f"the front's loop breaks at it: {type(fault).__name__}: {fault}")
+
+    def _blame(self, request_id: str, fault: Exception) -> list[RequestEvent]:
+        """End the one request whose handling raised `fault`, here and on its node."""
+        live = self._jobs.get(request_id)
+        if live is None:
+            return []
+        if (node := self._nodes.get(live.slice_id or "")) is not None:
+            node.link.send(CancelJob(request_id))
+        return self._jobs.blame(request_id, fault)
 
     def carry_out(self, action: fleet.FleetAction) -> None:
         match action:
@@ -125,15 +145,18 @@ class FleetGateway:
         if live is None:
             return
         live.dispatch(node.node.id)
-        job = live.remaining()
-        job = replace(job, request=replace(job.request, model=name_of(job.request.model)))
-        weights = self._source(action.source, node.link, job.request.model)
-        age_s = time.monotonic() - job.request.arrival_s
         try:
+            job = live.remaining()
+            job = replace(job, request=replace(job.request, model=name_of(job.request.model)))
+            weights = self._source(action.source, node.link, job.request.model)
+            age_s = time.monotonic() - job.request.arrival_s
             node.link.submit(job, age_s, weights, action.used_ago_s)
         except OSError as error:
             events = self._jobs.fail(request_id, f"its vocabulary cannot be read: {error}")
             self._loop.call_soon(self.tick, *events)
+        except Exception as fault:  # a fresh loop would believe that it is there
+            log.exception("request %s cannot be sent", request_id, extra={"job": request_id})
+            self._loop.call_soon(self.tick, *self._blame(request_id, fault))
 
     # ---- what nodes say (`cluster.link.LinkListener`) -------------------------------------------
 
@@ -176,7 +199,13 @@ class FleetGateway:
         if delta.timing is not None:
             where = f"{self._members.name_of(link)}/{delta.timing.slice}"
             delta = replace(delta, timing=replace(delta.timing, slice=where))
-        if events := self._jobs.receive(delta, time.monotonic()):
+        try:
+            events = self._jobs.receive(delta, time.monotonic())
+        except Exception as fault:  # it is this request's, not the node's
+            request_id = delta.request_id
+            log.exception("request %s cannot be handled", request_id, extra={"job": request_id})
+            events = self._blame(request_id, fault)
+        if events:
             self.tick(*events)
 
     def declined(self, link: NodeLink, decline: Decline) -> None:
@@ -206,12 +235,15 @@ class FleetGateway:
         gone = None if node is None else self._nodes.pop(node.id, None)
         if node is None or gone is None:
             return
-        if gone.state is not None:
-            self._ended_counters.update(gone.state.counters)
+        self._count_lost(gone)
         displaced, failed = self._jobs.displace(node.id)
         log_moved([one.id for one in displaced], f"node {name} is lost: {reason}")
-        self._counters["nodes_lost"] += 1
         self.tick(fleet.NodeLost(node.id, displaced), *failed)
+
+    def _count_lost(self, node: Node) -> None:
+        if node.state is not None:
+            self._ended_counters.update(node.state.counters)
+        self._counters["nodes_lost"] += 1
 
     # ---- what the HTTP server asks --------------------------------------------------------------
 
@@ -266,6 +298,8 @@ class FleetGateway:
         for state in states.values():
             counters.update(state.counters)
         counters["resumed_requests"] += self._jobs.resumed
+        counters["front_restarts"] = self._ticks.restarts
+        counters["front_request_failures"] = self._jobs.blamed
         return Snapshot(
             instance=self._instance,
             started_s=self._started_s,
@@ -339,21 +373,10 @@ class FleetGateway:
         if self._over:
             return
         self._over = True
-        if self._wakeup is not None:
-            self._wakeup.cancel()
+        self._ticks.close()
         self._members.close()
         self._on_end(reason)
 
     @property
     def draining(self) -> bool:
         return self._draining
-
-
-class _Executor:
-    """`runtime.ports.Executor` of the front's loop."""
-
-    def __init__(self, gateway: FleetGateway) -> None:
-        self._gateway = gateway
-
-    def submit(self, action: fleet.FleetAction) -> None:
-        self._gateway.carry_out(action)

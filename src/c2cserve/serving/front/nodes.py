@@ -14,6 +14,8 @@ from c2cserve.runtime.gateway import NodeUse, Snapshot
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_AVOID_S = 30.0
+"""How long a node has no connection whose reports break the front's loop."""
 _DOWN_S = 1.0
 """A worker that dies is there again within this time, as a rule. A node without any for longer
 keeps no requests that another node could take."""
@@ -92,6 +94,8 @@ class Members:
         self.unreachable: dict[str, str] = {}
         """Members without a connection -> why. Ray says that they are alive: a cut, a hang, or a
         death that Ray has not noticed."""
+        self._pauses_s: dict[str, float] = {}
+        """Members that are connected to again later than others."""
         self._links: dict[NodeLink, str] = {}
         self._lost: dict[NodeLink, asyncio.Event] = {}
 
@@ -114,7 +118,7 @@ class Members:
         try:
             while self._members.get(name) == address:
                 await self._connection(name, address)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(self._pauses_s.pop(name, _RETRY_S))
         finally:
             del self._tasks[name, address]
 
@@ -149,6 +153,10 @@ class Members:
         name = self.name_of(link)
         self.unreachable.pop(name, None)
         return name
+
+    def avoid(self, link: NodeLink) -> None:
+        """Connect to this node again after a while only: what it says breaks the front's loop."""
+        self._pauses_s[self.name_of(link)] = _AVOID_S
 
     def lost(self, link: NodeLink, reason: str) -> None:
         name = self._links.pop(link, None)

@@ -20,7 +20,7 @@ from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.policy.fleet.policy import FleetPolicy
 from c2cserve.processes.collector import collect_rarely
 from c2cserve.processes.instances import remove_dead_runs
-from c2cserve.runtime.ports import Recorder, no_record
+from c2cserve.runtime.ports import no_record
 from c2cserve.runtime.record import Record
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.dashboard.live import TickTap
@@ -31,6 +31,7 @@ from c2cserve.serving.front.catalogue import Prepare
 from c2cserve.serving.front.following import follow
 from c2cserve.serving.front.gateway import FleetGateway
 from c2cserve.serving.front.key_limits import KeyLimits
+from c2cserve.serving.front.loop import Loop
 from c2cserve.serving.front.models import FrontModels
 from c2cserve.serving.key_secrecy import exposures
 from c2cserve.serving.live_server import LiveSettings, make_pool, remove_record
@@ -67,6 +68,7 @@ class FrontServer:
         self._gate = gate
         self._signals = signals
         self._instance = secrets.token_hex(4)
+        self._record: Record | None = None
 
     async def run(self, listener: socket.socket) -> str | None:
         """Serve until drained. Return None, or why the front failed."""
@@ -90,10 +92,9 @@ class FrontServer:
     ) -> str | None:
         settings = self._settings
         ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        policy = FleetSettings()
         gateway = FleetGateway(
-            self._instance, models, FleetPolicy(policy), self._record(policy), ended.set_result,
-            self._node_timeout_s, KeyLimits(self._instance, self._gate.keyring), prepare,
+            self._instance, models, self._loop, ended.set_result, self._node_timeout_s,
+            KeyLimits(self._instance, self._gate.keyring), prepare,
         )  # fmt: skip
         hang_ups = hang_ups_of(self._tls, self._gate, settings)
         RunSignals(gateway, self._signals, settings.drain_timeout_s, hang_ups).install()
@@ -117,15 +118,25 @@ class FrontServer:
         await door.close()
         return reason
 
-    def _record(self, policy: FleetSettings) -> Recorder[object, object]:
-        path = self._settings.record
+    def _loop(self, number: int) -> Loop:
+        """Return the policy and the record of the front's loop. Each has a stream of its own."""
+        settings, path = FleetSettings(), self._settings.record
+        policy = FleetPolicy(settings)
         if path is None:
-            return no_record
-        remove_record(path)
+            return policy, no_record
+        if number == 1:
+            remove_record(path)
+        if self._record is not None:
+            self._record.close()
+        stream = "front" if number == 1 else f"front/{number}"
         try:
-            return Record(path, "front", "fleet", {"settings": policy})
+            self._record = Record(path, stream, "fleet", {"settings": settings})
         except OSError as error:
-            raise CliError(f"--record {path}: {error.strerror}") from error
+            if number == 1:
+                raise CliError(f"--record {path}: {error.strerror}") from error
+            log.error("%s: there is no record of %s: %s", path, stream, error.strerror)
+            return policy, no_record
+        return policy, self._record
 
     # ---- membership -----------------------------------------------------------------------------
 
