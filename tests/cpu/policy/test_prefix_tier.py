@@ -2,6 +2,7 @@
 
 `slice_world` checks contents: a step that read any other KV than its own prefix's would fail."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from c2cserve.core.events import (
     Submitted,
     Withdrawn,
 )
+from c2cserve.core.request import Slo
 from c2cserve.core.step import Step
 from c2cserve.policy.slice.host_prefixes import HostBlock, HostPrefixes
 from c2cserve.policy.slice.policy import SlicePolicy
@@ -43,6 +45,23 @@ def test_any_requests_find_only_whole_prefixes(
     assert world.kv.host_bytes == world.kv.prefix_bytes
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    requests, st.integers(0, 1000), st.integers(2, 6), st.sampled_from([1, 2]),
+    st.sampled_from([0.0, 0.05]), st.sampled_from([4, 8, 20, 1000]),
+)  # fmt: skip
+def test_copies_that_requests_share_with_prefixes_stay_and_go_with_them(
+    drawn: list, seed: int, slabs: int, in_flight: int, fail: float, host: int
+) -> None:
+    world = world_of(drawn, seed, slabs, in_flight, 0.1, fail, host_blocks=host, link=FAST)
+    world.run()
+    world.check_end()
+    tier = world.policy.prefixes
+    assert tier is not None
+    assert tier.shared_bytes == tier.pinned_bytes == 0
+    assert tier.used_bytes == world.kv.prefix_bytes == world.kv.host_bytes
+
+
 def test_prefixes_do_come_back_in_such_worlds() -> None:
     """The property above is only worth something if they do."""
     drawn = [
@@ -55,6 +74,17 @@ def test_prefixes_do_come_back_in_such_worlds() -> None:
     assert world.kv.brought > 0
     assert world.policy.prefixes is not None
     assert world.policy.prefixes.hits > 0
+
+
+def test_requests_do_share_copies_with_prefixes_in_such_worlds() -> None:
+    """Requests that take turns in a small arena come in from what the prefix cache has."""
+    slo = Slo(1.0, 0.05)
+    drawn = [("a", 150, 40, 0.01 * i, i, 8, 40, None, slo, False) for i in range(8)]
+    world = world_of(drawn, 1, 3, 1, 0.0, 0.0, host_blocks=1000, link=FAST)
+    world.run()
+    world.check_end()
+    assert world.kv.shared > 0
+    assert world.kv.copied_again == 0
 
 
 @given(st.data())
@@ -317,8 +347,39 @@ def test_kv_of_paused_requests_goes_before_prefixes() -> None:
     assert any(isinstance(one, DropPrefix) for one in actions)
     rotation = slice_.policy._rotation
     assert rotation is not None
-    assert rotation.host_bytes == 4 * BLOCK
-    assert slice_.tier.used_bytes <= 4 * BLOCK
+    assert rotation.host_bytes + slice_.tier.shared_bytes == 4 * BLOCK
+    assert slice_.tier.used_bytes <= 8 * BLOCK - rotation.host_bytes
+
+
+def test_a_prompt_goes_to_the_host_once() -> None:
+    """Its blocks are a prefix's there. A request has copies of its own of the others only."""
+    slice_ = Slice()
+    for name in ("first", "second"):  # the second one finds the prefix
+        asked = request(name, "m", 49, 40, slice_.now, family=1, shared=3)
+        out = places_out(slice_, Submitted(asked), name, tokens=34)
+        assert sorted(Counter(out).values()) == [1] * (5 if name == "first" else 2)
+
+
+def places_out(slice_: Slice, asked: Submitted, name: str, tokens: int) -> list[int]:
+    """Run a request for so many tokens. Return the places of blocks that went to the host."""
+    out: list[int] = []
+    actions = slice_.tell(asked)
+    while tokens or actions:
+        events: list[SliceEvent] = []
+        for one in actions:
+            match one:
+                case RunStep(step) if tokens:
+                    tokens -= 1
+                    events.append(drawn(step, name))
+                case RunStep(step):
+                    events.append(landed(step))
+                case SavePrefix() | Move(direction="copy" | "out"):
+                    out += one.blocks
+                    events += slice_.end(one, 1e-3)
+                case _:
+                    events += slice_.end(one, 1e-3)
+        actions = slice_.tell(*events)
+    return out
 
 
 def drawn(step: Step, name: str) -> StepDone:
