@@ -360,6 +360,64 @@ def test_a_prompt_goes_to_the_host_once() -> None:
         assert sorted(Counter(out).values()) == [1] * (5 if name == "first" else 2)
 
 
+def paused(slice_: Slice, name: str) -> list[SliceAction]:
+    """Have a request of 49 tokens on the host, its prompt's blocks as a prefix's."""
+    asked = request(name, "m", 49, 60, slice_.now, family=1, shared=3)
+    actions = slice_.tell(Submitted(asked))
+    while not any(isinstance(one, SavePrefix) for one in actions):
+        actions = slice_.tell(*(drawn(step, name) for step in steps(actions)))
+    events = [event for one in actions for event in slice_.end(one, 1e-3) if not steps([one])]
+    slice_.policy.apply(drawn(steps(actions)[0], name))
+    for event in events:
+        slice_.policy.apply(event)
+    assert slice_.policy._put_aside(slice_.policy._seqs[name])
+    return slice_.tell()
+
+
+def test_a_paused_requests_prefix_does_not_make_way() -> None:
+    """Others that are cached go before, and it comes in from there."""
+    slice_ = Slice(host_blocks=8)
+    actions = paused(slice_, "r")
+    [out] = [one for one in actions if isinstance(one, Move) and one.direction == "out"]
+    assert (out.first, len(out.blocks), out.shared) == (3, 1, 3)
+    events = slice_.end(out, 1e-3)
+    for family in (7, 8, 9):  # each has room for three blocks beside these four
+        slice_.policy.apply(slice_.ask(f"other {family}", family, "other"))
+    seen = slice_.tell(*events)
+    while (move := next((one for one in seen if isinstance(one, Move)), None)) is None:
+        seen = slice_.tell(*(event for one in seen for event in slice_.end(one, 1e-3)))
+    assert (move.request_id, move.direction, move.shared) == ("r", "in", 3)
+    assert len(move.ids) == 3
+    assert slice_.tier.shared_bytes == 3 * BLOCK
+
+
+def test_a_request_that_leaves_while_it_comes_in_gives_its_copies_up_after_the_move() -> None:
+    slice_ = Slice(host_blocks=8)
+    actions = paused(slice_, "r")
+    while not (moves := [one for one in actions if isinstance(one, Move)]) or (
+        moves[0].direction != "in"
+    ):
+        actions = slice_.tell(*(event for one in actions for event in slice_.end(one, 1e-3)))
+    slice_.tell(Withdrawn("r"))
+    assert slice_.tier.shared_bytes == 3 * BLOCK, "they are being read"
+    slice_.tell(MoveDone("r", "in"))
+    assert slice_.tier.shared_bytes == slice_.tier.pinned_bytes == 0
+    assert slice_.tier.used_bytes == 3 * BLOCK, "they stay cached"
+
+
+def test_values_that_fail_free_what_was_shared_with_the_request() -> None:
+    """Its blocks can be found no more, and their memory goes with the last of their users."""
+    slice_ = Slice()
+    slice_.run(slice_.ask("first"))
+    actions = slice_.tell(Submitted(request("r", "m", 49, 60, slice_.now, family=1, shared=3)))
+    actions = slice_.tell(drawn(steps(actions)[0], "r"))
+    assert slice_.tier.shared_bytes == 3 * BLOCK
+    failed = SeqOutcome("r", 0, finished=True, failed=True)
+    actions = slice_.run(StepDone(steps(actions)[0].id, (failed,), 0.1))
+    assert sum(len(one.ids) for one in actions if isinstance(one, DropPrefix)) == 3
+    assert slice_.tier.used_bytes == slice_.tier.shared_bytes == 0
+
+
 def places_out(slice_: Slice, asked: Submitted, name: str, tokens: int) -> list[int]:
     """Run a request for so many tokens. Return the places of blocks that went to the host."""
     out: list[int] = []
