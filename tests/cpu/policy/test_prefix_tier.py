@@ -91,10 +91,13 @@ def test_requests_do_share_copies_with_prefixes_in_such_worlds() -> None:
 def test_blocks_on_the_host_are_a_tree_whose_ends_go_first(data: st.DataObject) -> None:
     host = HostPrefixes()
     pinned: list[HostBlock] = []
+    shared: list[HostBlock] = []
     here: set[int] = set()
     for _ in range(data.draw(st.integers(1, 40))):
         family, length = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 5))
-        match data.draw(st.sampled_from(["add", "unpin", "use", "evict", "drop"])):
+        match data.draw(
+            st.sampled_from(["add", "unpin", "use", "share", "unshare", "evict", "drop"])
+        ):
             case "add":
                 parent = None
                 for depth in range(length):
@@ -113,6 +116,12 @@ def test_blocks_on_the_host_are_a_tree_whose_ends_go_first(data: st.DataObject) 
                 for block in host.run("m", [10 * family + depth for depth in range(length)]):
                     assert block.saved
                     host.use(block, 1.0)
+            case "share":
+                for block in host.run("m", [10 * family + depth for depth in range(length)]):
+                    host.share(block)
+                    shared.append(block)
+            case "unshare" if shared:
+                host.unshare(shared.pop(data.draw(st.integers(0, len(shared) - 1))))
             case "evict":
                 before, size = host.used_bytes, 3 * length
                 roomy = host.evict(size)
@@ -122,7 +131,9 @@ def test_blocks_on_the_host_are_a_tree_whose_ends_go_first(data: st.DataObject) 
         here.difference_update(host.dropped)
         host.dropped.clear()
         assert host.used_bytes == 3 * len(here)
-        assert host.pinned_bytes == 3 * len(pinned)
+        assert here >= {block.id for block in shared}, "what is shared has gone"
+        assert host.shared_bytes == 3 * len({block.id for block in shared})
+        assert host.pinned_bytes == 3 * len({block.id for block in pinned + shared})
         for start in (0, 10, 20):
             found = [host.find("m", start + depth) is not None for depth in range(5)]
             assert found == sorted(found, reverse=True), "a block is here without its parent"
@@ -130,7 +141,9 @@ def test_blocks_on_the_host_are_a_tree_whose_ends_go_first(data: st.DataObject) 
     assert host.used_bytes == host.pinned_bytes
     for block in pinned:
         host.unpin(block)
-    assert host.used_bytes == 0
+    for block in shared:
+        host.unshare(block)
+    assert host.used_bytes == host.shared_bytes == 0
 
 
 # ---- by hand ------------------------------------------------------------------------------------
