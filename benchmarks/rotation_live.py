@@ -228,6 +228,8 @@ def _rest(server: Server) -> None:
 def figures(records: Sequence[Record], risen: dict[str, float]) -> dict[str, Any]:
     """Shares in time of all requests; those without an answer are not in time."""
     first = [one.first_s >= 0 and one.ttft_s <= TTFT_S for one in records]
+    moved = {name: risen.get(f"c2cserve:slice_{name}_bytes_total", 0.0)
+             for name in ("kv_out", "kv_in", "prefix_out")}  # fmt: skip
     steady = [one.ok and (one.tpot_s or 0.0) <= TBT_S for one in records]
     started = [one for one in records if one.first_s >= 0 and one.gaps_s]
     gaps = [gap for one in started for gap in one.gaps_s]
@@ -237,8 +239,8 @@ def figures(records: Sequence[Record], risen: dict[str, float]) -> dict[str, Any
         "both_in_time": _share([a and b for a, b in zip(first, steady, strict=True)]),
         "gaps_in_time": _share([gap <= TBT_S for gap in gaps]),
         "errors": sorted({one.error for one in records if one.error}),
-        "rotated": {way: risen.get(f"c2cserve:slice_kv_{way}_bytes_total", 0.0)
-                    for way in ("out", "in")},
+        # Blocks of prompts go out once, as cached prefixes, and come in with the rest.
+        "rotated": {"out": moved["kv_out"] + moved["prefix_out"], "in": moved["kv_in"]},
         "texts": {str(one.index): one.text for one in records if one.ok},
     }  # fmt: skip
 

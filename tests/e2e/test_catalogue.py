@@ -118,6 +118,45 @@ def test_more_models_than_the_pool_holds(tmp_path: Path) -> None:
         assert len(segments) == 3
 
 
+def test_a_model_outside_of_a_pool_of_busy_models_gets_its_turn(tmp_path: Path) -> None:
+    """Clients ask for one model without a break. It leaves for another one, and comes back."""
+    catalog = tmp_path / "catalog.toml"
+    for name in ("busy", "quiet"):
+        shutil.copytree(SPECIALISTS / "sorter-llama", tmp_path / name)
+    catalog.write_text(
+        "".join(f'[[models]]\nid = "{n}"\npath = "{n}"\n' for n in ("busy", "quiet"))
+    )
+    answers, over = list[str](), threading.Event()
+
+    def keep_asking(tokens: int) -> None:
+        with client(server) as api:
+            while not over.is_set():
+                answer = api.completions.create(
+                    model="busy", prompt="sort: dcba =>", temperature=0, max_tokens=tokens,
+                    extra_body={"ignore_eos": True},
+                )  # fmt: skip
+                answers.append(answer.choices[0].text[:4])
+
+    args = ("--pool-bytes", str(1_500_000))
+    pool = tmp_path / "pool"
+    with ServerProcess(*args, catalog=catalog, directory=pool, slices=1, settled=False) as server:
+        users = [threading.Thread(target=keep_asking, args=(150 + 30 * i,)) for i in range(4)]
+        for user in users:
+            user.start()
+        try:
+            wait_until(lambda: len(answers) > 5, 60, "busy is asked for")
+            for _ in range(3):
+                began = time.monotonic()
+                assert ask(server, "quiet") == "abcd"
+                assert time.monotonic() - began < 10.0
+        finally:
+            over.set()
+            for user in users:
+                user.join(60)
+        assert server.state()["counters"]["model_evictions"] >= 5
+    assert set(answers) == {"abcd"}
+
+
 def test_workers_share_one_copy_of_the_weights(server: ServerProcess) -> None:
     """Summed over all processes, the proportional size of the segments is one copy of them."""
     for name in ("sort", "add", "reverse", "chat"):

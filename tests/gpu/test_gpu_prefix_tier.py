@@ -13,7 +13,7 @@ from engine_case import LateModel, make, no_sampler
 from gpu_engine_case import PROMPT, folder, segments
 from gpu_policy_loop import GREEDY, Loop
 
-from c2cserve.core.actions import BringPrefix, DropPrefix, SavePrefix
+from c2cserve.core.actions import BringPrefix, DropPrefix, Move, SavePrefix
 from c2cserve.core.request import BLOCK_TOKENS, Job, Request, Slo
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
@@ -61,6 +61,37 @@ def test_blocks_come_back_to_other_places_as_they_were(gpu: GpuParts, block: int
     assert gpu.host_kv.used_bytes == 0
     assert prefixes.counts.brought_bytes == prefixes.counts.saved_bytes == count * block
     assert prefixes.counts.bring_s > 0.0
+
+
+@pytest.mark.parametrize("block", [64 << 10, 2 << 20])
+def test_a_request_comes_in_from_a_prefix_and_its_own_copies(gpu: GpuParts, block: int) -> None:
+    """The first half of its blocks is a prefix's, which goes out once for both."""
+    kv = gpu.host_kv
+    prefixes = PrefixBlocks(kv.extents, kv.copier, time.monotonic)
+    count = (64 << 20) // block
+    half, out_bytes = count // 2, kv.counts.out_bytes
+    here, there = gpu.arena[: count * block], gpu.arena[count * block : 2 * count * block]
+    here.random_(0, 256)
+    before = here.clone()
+    gpu.stream.synchronize()
+    places = tuple(range(0, count * block, block))
+    prefixes.submit(SavePrefix(1, block, tuple(range(half)), places[:half]))
+    wait(prefixes)
+    out = Move("r", "out", half, places[half:], shared=half)
+    back = tuple((2 * count - 1 - one) * block for one in range(count))
+    come = Move("r", "in", 0, back, kept=count, shared=half, ids=tuple(range(half)))
+    for move in (out, come):
+        kv.start(move, block, prefixes.runs(move))
+        end_s = time.monotonic() + 30
+        while not kv.finished():
+            assert time.monotonic() < end_s
+        here.zero_()
+        gpu.stream.synchronize()
+    assert torch.equal(there.view(count, block).flip(0).flatten(), before)
+    assert kv.counts.out_bytes - out_bytes == half * block
+    kv.forget("r")
+    prefixes.submit(DropPrefix(tuple(range(half))))
+    assert kv.used_bytes == 0
 
 
 def wait(prefixes: PrefixBlocks) -> None:

@@ -226,7 +226,10 @@ class Move:
     that follow hold nothing. The move clears the request's table. A block that is not among
     `blocks` may be written by its next owner at once. `in`: from the host's copies to these
     offsets; a `fresh` step that starts where the request was tells its new table. The host's copies
-    go with the request, or with `Drop`."""
+    go with the request, or with `Drop`.
+
+    The copies of its first `shared` blocks are those of a cached prefix (`SavePrefix`). The request
+    has none of its own of these, and `first` is never less but for `in`."""
 
     request_id: str
     direction: Direction
@@ -236,6 +239,9 @@ class Move:
     """`in`: so many of its first blocks keep their copies; the others' go when it is done."""
     kv_end_bytes: int | None = None
     """`in`: as `step.Step.kv_end_bytes`."""
+    shared: int = 0
+    ids: tuple[int, ...] = ()
+    """`in`: what the shared blocks are called on the host."""
 
 
 @value
@@ -267,7 +273,8 @@ class BringPrefix:
 
 @value
 class DropPrefix:
-    """Free the host memory of blocks that were saved. No move of them is under way."""
+    """Free the host memory of blocks that were saved. No move of them is under way, and no request
+    shares them (`Move.shared`)."""
 
     ids: tuple[int, ...]
 

@@ -193,7 +193,7 @@ class Executor:
         if move.direction == "out":
             seq.block_count = 0
         seq.moved_in |= move.direction == "in"
-        return self.host_kv.start(move, model.kv.block_bytes)
+        return self.host_kv.start(move, model.kv.block_bytes, self.prefixes.runs(move))
 
     def _end(self, request_id: str) -> None:
         """Hold nothing of a request any more; its copies on the host go at the end of a move."""

@@ -6,7 +6,14 @@ The policy names blocks by numbers, and knows what they are. This module knows w
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from c2cserve.core.actions import BringPrefix, Direction, DropPrefix, PrefixAction, SavePrefix
+from c2cserve.core.actions import (
+    BringPrefix,
+    Direction,
+    DropPrefix,
+    Move,
+    PrefixAction,
+    SavePrefix,
+)
 from c2cserve.core.events import PrefixMoved
 from c2cserve.engine.rotation import Copier
 from c2cserve.memory.extents import Extent, Extents, cut
@@ -72,15 +79,16 @@ class PrefixBlocks:
 
     def _copy(self, action: SavePrefix | BringPrefix, direction: Direction) -> None:
         began_s = self.clock()
-        done = self.copier(self._runs(action), direction)
+        done = self.copier(self.runs(action), direction)
         self._moves.append(_RunningCopy(action.move, direction, began_s, done))
         self._refresh()  # what this thread does before it looks again is no part of a copy at once
 
-    def _runs(self, action: SavePrefix | BringPrefix) -> list[CopyRun]:
-        """Return the copies. Blocks that follow one another on the host are one run."""
+    def runs(self, action: SavePrefix | BringPrefix | Move) -> list[CopyRun]:
+        """Return the copies. Blocks that follow one another on the host are one run. Of a move it
+        is its first ones, those that it shares."""
         runs: list[CopyRun] = []
         places: list[int] = []
-        for one, place in zip(action.ids, action.blocks, strict=True):
+        for one, place in zip(action.ids, action.blocks, strict=False):
             at = place
             for start, stop in self._blocks[one]:
                 size = stop - start

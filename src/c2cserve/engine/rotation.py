@@ -63,7 +63,7 @@ class HostKv:
     copier: Copier
     counts: RotationCounts = field(default_factory=RotationCounts)
     _blocks: dict[str, HostBlocks] = field(default_factory=dict[str, HostBlocks])
-    """The places of each request's first blocks."""
+    """The places of each request's copies, from the first one that is no cached prefix's."""
     _moves: list[_RunningMove] = field(default_factory=list[_RunningMove])
     extents: Extents = field(init=False)
     """All of the memory. Cached prefixes take theirs there too (`engine.prefixes`)."""
@@ -76,20 +76,24 @@ class HostKv:
         """Bytes of requests and of cached prefixes."""
         return self.size - self.extents.free_bytes
 
-    def start(self, move: Move, block_bytes: int) -> None:
-        """Begin a move. Raises RuntimeError if the policy asks for more than there is."""
-        name = move.request_id
+    def start(self, move: Move, block_bytes: int, prefix: Sequence[CopyRun] = ()) -> None:
+        """Begin a move. `prefix`: the copies of blocks that are shared with one. Raises
+        RuntimeError if the policy asks for more than there is."""
+        name, first = move.request_id, max(0, move.first - move.shared)
+        places = move.blocks
         blocks = self._blocks.get(name)
         if blocks is None:
             blocks = self._blocks[name] = HostBlocks(self.extents, block_bytes)
         if move.direction != "in":
             # The copy of a block that has grown since is replaced, with all that follow.
-            blocks.keep(move.first)
-            if blocks.count < move.first or not blocks.add(len(move.blocks)):
+            blocks.keep(first)
+            if blocks.count < first or not blocks.add(len(places)):
                 raise RuntimeError(f"{name}: no room, or no blocks before {move}")
-        if blocks.count < move.first + len(move.blocks):
+        else:
+            places = places[move.shared :]
+        if blocks.count < first + len(places):
             raise RuntimeError(f"{name}: not all of {move} is here")
-        copies = blocks.copies(move.first, move.blocks)
+        copies = [*prefix, *blocks.copies(first, places)]
         self._count(move.direction, len(move.blocks) * block_bytes)
         done = self.copier(copies, move.direction)
         self._moves.append(_RunningMove(move, done))
@@ -101,7 +105,7 @@ class HostKv:
             self._moves = [one for one in self._moves if one.move not in over]
         for move in over:
             if move.direction == "in":
-                self._blocks[move.request_id].keep(move.kept)
+                self._blocks[move.request_id].keep(max(0, move.kept - move.shared))
         return over
 
     def forget(self, request_id: str) -> None:

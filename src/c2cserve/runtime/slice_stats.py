@@ -200,7 +200,9 @@ class SliceStats:
     gemm_warm_seconds: float = _counter(
         "seconds", _ENGINE, "Seconds of the slice's thread that these took."
     )
-    kv_out_bytes: int = _counter("bytes", _ENGINE, "Bytes of KV copied to host memory.")
+    kv_out_bytes: int = _counter(
+        "bytes", _ENGINE, "Bytes of KV copied to host memory, beside cached prefixes."
+    )
     kv_in_bytes: int = _counter("bytes", _ENGINE, "Bytes of KV copied back.")
     prefix_out_bytes: int = _counter(
         "bytes", _ENGINE, "Bytes of cached prefixes copied to host memory."

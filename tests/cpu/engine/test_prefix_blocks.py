@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.core.actions import BringPrefix, DropPrefix, SavePrefix
+from c2cserve.core.actions import BringPrefix, DropPrefix, Move, SavePrefix
 from c2cserve.core.events import PrefixMoved
 from c2cserve.engine.prefixes import PrefixBlocks
-from c2cserve.engine.rotation import copies_at_once
+from c2cserve.engine.rotation import HostKv, copies_at_once
 from c2cserve.memory.extents import Extents, cut
 
 PLACES, PLACE = 64, 96
@@ -87,6 +87,50 @@ def test_blocks_that_follow_one_another_are_one_run() -> None:
     host.submit(SavePrefix(1, PLACE, (1, 2, 3), (0, 5 * PLACE, PLACE)))
     host.submit(BringPrefix(2, PLACE, (2, 3), (7 * PLACE, 0)))
     assert runs == [[((0, 5 * PLACE, PLACE), 0, PLACE)], [((7 * PLACE, 0), PLACE, PLACE)]]
+
+
+@given(st.data())
+def test_a_request_comes_in_from_a_prefix_and_its_own_copies(data: st.DataObject) -> None:
+    """It leaves and comes back twice, to other places. Some own copies stay meanwhile."""
+    arena = torch.randint(0, 256, (PLACES * PLACE,), dtype=torch.uint8)
+    copier = copies_at_once(arena, torch.zeros(HOST, dtype=torch.uint8))
+    kv = HostKv(HOST, copier)
+    prefixes = PrefixBlocks(kv.extents, copier, lambda: 0.0)
+    shared, own = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 8))
+    count, ids = shared + own, tuple(range(10, 10 + shared))
+    places = tuple(range(0, count * PLACE, PLACE))
+    before = [arena[at : at + PLACE].clone() for at in places]
+    prefixes.submit(SavePrefix(1, PLACE, ids, places[:shared]))
+    at_once = data.draw(st.integers(0, own))
+    copy = Move("r", "copy", shared, places[shared : shared + at_once], shared=shared)
+    kv.start(copy, PLACE, prefixes.runs(copy))
+    synced = shared + at_once
+    for number in (1, 2):
+        out = Move("r", "out", synced, places[synced:], shared=shared)
+        kv.start(out, PLACE, prefixes.runs(out))
+        arena.random_(0, 256)
+        places = tuple(one * PLACE for one in data.draw(st.permutations(range(PLACES)))[:count])
+        synced = data.draw(st.integers(shared, count))
+        back = Move("r", "in", 0, places, synced, shared=shared, ids=ids)
+        kv.start(back, PLACE, prefixes.runs(back))
+        kv.finished()
+        found = [arena[at : at + PLACE] for at in places]
+        assert all(map(torch.equal, found, before)), f"the {number}. time"
+        assert kv.used_bytes == prefixes.used_bytes + (synced - shared) * PLACE
+    assert kv.counts.out_bytes <= 2 * own * PLACE
+    kv.forget("r")
+    prefixes.submit(DropPrefix(ids))
+    assert kv.used_bytes == 0
+
+
+def test_a_request_does_not_come_in_from_what_is_not_here() -> None:
+    arena = torch.zeros(PLACES * PLACE, dtype=torch.uint8)
+    kv = HostKv(HOST, copies_at_once(arena, torch.zeros(HOST, dtype=torch.uint8)))
+    prefixes = PrefixBlocks(kv.extents, kv.copier, lambda: 0.0)
+    with pytest.raises(KeyError):
+        prefixes.runs(Move("r", "in", 0, (0,), 1, shared=1, ids=(7,)))
+    with pytest.raises(RuntimeError, match="not all of"):
+        kv.start(Move("r", "in", 0, (0, PLACE), 2, shared=1), PLACE)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 12))

@@ -11,7 +11,7 @@ from lane import LateModel
 from late import LateOps
 from policy_loop import MAX_NEW, SHARED, PolicyLoop, job, models
 
-from c2cserve.core.request import FinishReason, Job
+from c2cserve.core.request import BLOCK_TOKENS, FinishReason, Job
 
 __all__ = ["models"]
 
@@ -106,3 +106,24 @@ def test_requests_that_do_not_fit_at_once_take_turns_and_compute_nothing_twice(
     assert world.host_kv.counts.in_bytes > 0
     assert world.host_kv.used_bytes == world.executor.prefixes.used_bytes
     assert world.computed == sum(30 + MAX_NEW - 1 for _ in jobs)
+
+
+def test_the_kv_of_prompts_goes_to_the_host_once(models: dict[str, LateModel]) -> None:
+    """Blocks of a prompt are a prefix's on the host, and its requests' copies. What has drawn
+    tokens in it is a request's own."""
+    world = PolicyLoop(models, 64, 512, host_blocks=64)
+    block = models["llama"].config.kv_block_bytes
+    first = job("first", "llama", [*SHARED, *SHARED, *range(3, 10)])
+    other = job("other", "llama", [*SHARED, *SHARED, *range(13, 20)])
+    for one in (first, other):
+        world.submit(one)
+        while not world.ended(one.request.id):
+            world.tick()
+    for _ in range(3):
+        world.tick()
+    tokens = len(first.tokens) + MAX_NEW - 1
+    own = tokens // BLOCK_TOKENS - len(first.request.prefix_hashes)
+    assert own == 1
+    assert world.executor.prefixes.counts.saved_bytes == 4 * block
+    assert world.host_kv.counts.out_bytes <= 2 * own * block
+    assert world.host_kv.counts.in_bytes == 0

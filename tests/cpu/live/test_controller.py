@@ -14,7 +14,7 @@ from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling
 from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.runtime.gateway import ModelFiles, Refused
 from c2cserve.runtime.ports import no_record
-from c2cserve.serving.controller import controller as controllers
+from c2cserve.serving import loop_breaks
 from c2cserve.serving.controller.controller import Controller
 from c2cserve.serving.controller.directory import Directory, ModelRecord
 from c2cserve.serving.controller.fleet import Fleet
@@ -50,7 +50,7 @@ class Breaking:
         return next(self._culprits, False)
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> str | None:
-        monkeypatch.setattr(controllers.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(loop_breaks.time, "monotonic", lambda: self.now)
         world = cast(ControllerWorld, self)
         return Controller(world, lambda _: (cast(ClusterPolicy, self), no_record)).run()
 

@@ -251,6 +251,8 @@ class ClusterTestWorld:
                 self._unload(model)
                 assert not self.specs[model].pinned
             case Forget(model):
+                mine = [j for j in self.jobs.values() if j.request.model == model]
+                assert all(live.ended for live in mine), "a model that is asked for is forgotten"
                 self._unload(model)
                 self.removing.remove(model)
                 del self.specs[model]
@@ -293,8 +295,10 @@ class ClusterTestWorld:
 
     def _unload(self, model: str) -> None:
         assert not any(model in up.active for up in self.slices.values())
-        live = [j for j in self.jobs.values() if not j.ended and j.request.model == model]
-        assert not live, "a model in use is dropped"
+        mine = [live for live in self.jobs.values() if live.request.model == model]
+        assert all(live.ended or live.slice_id is None for live in mine), (
+            "a model in use is dropped"
+        )
         self.pool.pop(model, None)
         self.loads.pop(model, None)
 

@@ -42,6 +42,10 @@ class KvContents:
     saved: int = 0
     brought: int = 0
     """Blocks of prefixes."""
+    copied_again: int = 0
+    """Blocks of requests that went out although a prefix's copy was there."""
+    shared: int = 0
+    """Blocks that came in from a prefix's copy."""
     checks: bool = True
     """False: it only knows of moves, which large worlds without rotation never make."""
 
@@ -98,28 +102,35 @@ class KvContents:
         name = move.request_id
         assert name not in self._moves, "two moves of a request"
         self._moves[name] = move
-        host, blocks = self._host.setdefault(name, []), set(move.blocks)
+        own, blocks = self._host.setdefault(name, []), set(move.blocks)
         assert len(blocks) == len(move.blocks)
         if move.direction == "in":
             self.begin_step(move.kv_end_bytes)
+            assert len(move.ids) == move.shared
+            assert all(self._saved[one][1] for one in move.ids), "a block did not arrive"
+            host = [self._saved[one] for one in move.ids] + own
             assert len(host) >= move.first + len(blocks), "it is not on the host"
             self._launch(name, _Use(name, blocks, blocks))
             for offset, (length, content) in zip(move.blocks, host[move.first :], strict=False):
                 assert length == size
                 self._write(offset, size, content)
             self.moved_in += len(blocks)
+            self.shared += move.shared
             return
-        assert len(host) >= move.first, "blocks before it are not on the host"
+        first = move.first - move.shared
+        assert 0 <= first <= len(own), "blocks before it are not on the host"
         self._launch(name, _Use(name, blocks, set()))
-        del host[move.first :]
-        host += [self._arena[offset] for offset in move.blocks]
+        del own[first:]
+        own += [self._arena[offset] for offset in move.blocks]
+        prefixes = {key for _, content in self._saved.values() for key in content[:1]}
+        self.copied_again += sum(self._arena[offset][1][0] in prefixes for offset in blocks)
         assert self.host_bytes <= self.slice.host_kv_bytes, "more than the host has room for"
 
     def end_move(self, request_id: str, *, ended: bool) -> None:
         move = self._moves.pop(request_id)
         del self._uses[request_id]
         if move.direction == "in":
-            del self._host[request_id][move.kept :]
+            del self._host[request_id][max(0, move.kept - move.shared) :]
         if ended:
             self.forget(request_id)
 
@@ -167,6 +178,7 @@ class KvContents:
 
     def drop_prefix(self, action: DropPrefix) -> None:
         moving = {one for move in self._prefix_moves.values() for one in move.ids}
+        moving |= {one for move in self._moves.values() for one in move.ids}
         for one in action.ids:
             assert one not in moving, "a block goes while it moves"
             del self._saved[one]

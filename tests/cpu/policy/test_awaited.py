@@ -7,7 +7,7 @@ from controller_hand import Hand, dispatched
 from c2cserve.core.events import Finished, StepTimes
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.policy.cluster.placement import awaited
-from c2cserve.policy.cluster.pool_residency import ModelBook
+from c2cserve.policy.cluster.pool.residency import ModelBook
 from c2cserve.policy.cluster.quantify import Learned
 from c2cserve.policy.cluster.slice_load import SliceLoad
 

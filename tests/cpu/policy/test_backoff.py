@@ -2,7 +2,7 @@
 
 from c2cserve.core.backoff import back_off_s
 from c2cserve.core.model import ModelSpec
-from c2cserve.policy.cluster.pool_residency import ModelBook
+from c2cserve.policy.cluster.pool.residency import ModelBook
 
 
 def test_delays_double_up_to_the_limit() -> None:

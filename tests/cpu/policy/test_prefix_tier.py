@@ -2,6 +2,7 @@
 
 `slice_world` checks contents: a step that read any other KV than its own prefix's would fail."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from c2cserve.core.events import (
     Submitted,
     Withdrawn,
 )
+from c2cserve.core.request import Slo
 from c2cserve.core.step import Step
 from c2cserve.policy.slice.host_prefixes import HostBlock, HostPrefixes
 from c2cserve.policy.slice.policy import SlicePolicy
@@ -43,6 +45,23 @@ def test_any_requests_find_only_whole_prefixes(
     assert world.kv.host_bytes == world.kv.prefix_bytes
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    requests, st.integers(0, 1000), st.integers(2, 6), st.sampled_from([1, 2]),
+    st.sampled_from([0.0, 0.05]), st.sampled_from([4, 8, 20, 1000]),
+)  # fmt: skip
+def test_copies_that_requests_share_with_prefixes_stay_and_go_with_them(
+    drawn: list, seed: int, slabs: int, in_flight: int, fail: float, host: int
+) -> None:
+    world = world_of(drawn, seed, slabs, in_flight, 0.1, fail, host_blocks=host, link=FAST)
+    world.run()
+    world.check_end()
+    tier = world.policy.prefixes
+    assert tier is not None
+    assert tier.shared_bytes == tier.pinned_bytes == 0
+    assert tier.used_bytes == world.kv.prefix_bytes == world.kv.host_bytes
+
+
 def test_prefixes_do_come_back_in_such_worlds() -> None:
     """The property above is only worth something if they do."""
     drawn = [
@@ -57,14 +76,28 @@ def test_prefixes_do_come_back_in_such_worlds() -> None:
     assert world.policy.prefixes.hits > 0
 
 
+def test_requests_do_share_copies_with_prefixes_in_such_worlds() -> None:
+    """Requests that take turns in a small arena come in from what the prefix cache has."""
+    slo = Slo(1.0, 0.05)
+    drawn = [("a", 150, 40, 0.01 * i, i, 8, 40, None, slo, False) for i in range(8)]
+    world = world_of(drawn, 1, 3, 1, 0.0, 0.0, host_blocks=1000, link=FAST)
+    world.run()
+    world.check_end()
+    assert world.kv.shared > 0
+    assert world.kv.copied_again == 0
+
+
 @given(st.data())
 def test_blocks_on_the_host_are_a_tree_whose_ends_go_first(data: st.DataObject) -> None:
     host = HostPrefixes()
     pinned: list[HostBlock] = []
+    shared: list[HostBlock] = []
     here: set[int] = set()
     for _ in range(data.draw(st.integers(1, 40))):
         family, length = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 5))
-        match data.draw(st.sampled_from(["add", "unpin", "use", "evict", "drop"])):
+        match data.draw(
+            st.sampled_from(["add", "unpin", "use", "share", "unshare", "evict", "drop"])
+        ):
             case "add":
                 parent = None
                 for depth in range(length):
@@ -83,6 +116,12 @@ def test_blocks_on_the_host_are_a_tree_whose_ends_go_first(data: st.DataObject) 
                 for block in host.run("m", [10 * family + depth for depth in range(length)]):
                     assert block.saved
                     host.use(block, 1.0)
+            case "share":
+                for block in host.run("m", [10 * family + depth for depth in range(length)]):
+                    host.share(block)
+                    shared.append(block)
+            case "unshare" if shared:
+                host.unshare(shared.pop(data.draw(st.integers(0, len(shared) - 1))))
             case "evict":
                 before, size = host.used_bytes, 3 * length
                 roomy = host.evict(size)
@@ -92,7 +131,9 @@ def test_blocks_on_the_host_are_a_tree_whose_ends_go_first(data: st.DataObject) 
         here.difference_update(host.dropped)
         host.dropped.clear()
         assert host.used_bytes == 3 * len(here)
-        assert host.pinned_bytes == 3 * len(pinned)
+        assert here >= {block.id for block in shared}, "what is shared has gone"
+        assert host.shared_bytes == 3 * len({block.id for block in shared})
+        assert host.pinned_bytes == 3 * len({block.id for block in pinned + shared})
         for start in (0, 10, 20):
             found = [host.find("m", start + depth) is not None for depth in range(5)]
             assert found == sorted(found, reverse=True), "a block is here without its parent"
@@ -100,7 +141,9 @@ def test_blocks_on_the_host_are_a_tree_whose_ends_go_first(data: st.DataObject) 
     assert host.used_bytes == host.pinned_bytes
     for block in pinned:
         host.unpin(block)
-    assert host.used_bytes == 0
+    for block in shared:
+        host.unshare(block)
+    assert host.used_bytes == host.shared_bytes == 0
 
 
 # ---- by hand ------------------------------------------------------------------------------------
@@ -317,8 +360,97 @@ def test_kv_of_paused_requests_goes_before_prefixes() -> None:
     assert any(isinstance(one, DropPrefix) for one in actions)
     rotation = slice_.policy._rotation
     assert rotation is not None
-    assert rotation.host_bytes == 4 * BLOCK
-    assert slice_.tier.used_bytes <= 4 * BLOCK
+    assert rotation.host_bytes + slice_.tier.shared_bytes == 4 * BLOCK
+    assert slice_.tier.used_bytes <= 8 * BLOCK - rotation.host_bytes
+
+
+def test_a_prompt_goes_to_the_host_once() -> None:
+    """Its blocks are a prefix's there. A request has copies of its own of the others only."""
+    slice_ = Slice()
+    for name in ("first", "second"):  # the second one finds the prefix
+        asked = request(name, "m", 49, 40, slice_.now, family=1, shared=3)
+        out = places_out(slice_, Submitted(asked), name, tokens=34)
+        assert sorted(Counter(out).values()) == [1] * (5 if name == "first" else 2)
+
+
+def paused(slice_: Slice, name: str) -> list[SliceAction]:
+    """Have a request of 49 tokens on the host, its prompt's blocks as a prefix's."""
+    asked = request(name, "m", 49, 60, slice_.now, family=1, shared=3)
+    actions = slice_.tell(Submitted(asked))
+    while not any(isinstance(one, SavePrefix) for one in actions):
+        actions = slice_.tell(*(drawn(step, name) for step in steps(actions)))
+    events = [event for one in actions for event in slice_.end(one, 1e-3) if not steps([one])]
+    slice_.policy.apply(drawn(steps(actions)[0], name))
+    for event in events:
+        slice_.policy.apply(event)
+    assert slice_.policy._put_aside(slice_.policy._seqs[name])
+    return slice_.tell()
+
+
+def test_a_paused_requests_prefix_does_not_make_way() -> None:
+    """Others that are cached go before, and it comes in from there."""
+    slice_ = Slice(host_blocks=8)
+    actions = paused(slice_, "r")
+    [out] = [one for one in actions if isinstance(one, Move) and one.direction == "out"]
+    assert (out.first, len(out.blocks), out.shared) == (3, 1, 3)
+    events = slice_.end(out, 1e-3)
+    for family in (7, 8, 9):  # each has room for three blocks beside these four
+        slice_.policy.apply(slice_.ask(f"other {family}", family, "other"))
+    seen = slice_.tell(*events)
+    while (move := next((one for one in seen if isinstance(one, Move)), None)) is None:
+        seen = slice_.tell(*(event for one in seen for event in slice_.end(one, 1e-3)))
+    assert (move.request_id, move.direction, move.shared) == ("r", "in", 3)
+    assert len(move.ids) == 3
+    assert slice_.tier.shared_bytes == 3 * BLOCK
+
+
+def test_a_request_that_leaves_while_it_comes_in_gives_its_copies_up_after_the_move() -> None:
+    slice_ = Slice(host_blocks=8)
+    actions = paused(slice_, "r")
+    while not (moves := [one for one in actions if isinstance(one, Move)]) or (
+        moves[0].direction != "in"
+    ):
+        actions = slice_.tell(*(event for one in actions for event in slice_.end(one, 1e-3)))
+    slice_.tell(Withdrawn("r"))
+    assert slice_.tier.shared_bytes == 3 * BLOCK, "they are being read"
+    slice_.tell(MoveDone("r", "in"))
+    assert slice_.tier.shared_bytes == slice_.tier.pinned_bytes == 0
+    assert slice_.tier.used_bytes == 3 * BLOCK, "they stay cached"
+
+
+def test_values_that_fail_free_what_was_shared_with_the_request() -> None:
+    """Its blocks can be found no more, and their memory goes with the last of their users."""
+    slice_ = Slice()
+    slice_.run(slice_.ask("first"))
+    actions = slice_.tell(Submitted(request("r", "m", 49, 60, slice_.now, family=1, shared=3)))
+    actions = slice_.tell(drawn(steps(actions)[0], "r"))
+    assert slice_.tier.shared_bytes == 3 * BLOCK
+    failed = SeqOutcome("r", 0, finished=True, failed=True)
+    actions = slice_.run(StepDone(steps(actions)[0].id, (failed,), 0.1))
+    assert sum(len(one.ids) for one in actions if isinstance(one, DropPrefix)) == 3
+    assert slice_.tier.used_bytes == slice_.tier.shared_bytes == 0
+
+
+def places_out(slice_: Slice, asked: Submitted, name: str, tokens: int) -> list[int]:
+    """Run a request for so many tokens. Return the places of blocks that went to the host."""
+    out: list[int] = []
+    actions = slice_.tell(asked)
+    while tokens or actions:
+        events: list[SliceEvent] = []
+        for one in actions:
+            match one:
+                case RunStep(step) if tokens:
+                    tokens -= 1
+                    events.append(drawn(step, name))
+                case RunStep(step):
+                    events.append(landed(step))
+                case SavePrefix() | Move(direction="copy" | "out"):
+                    out += one.blocks
+                    events += slice_.end(one, 1e-3)
+                case _:
+                    events += slice_.end(one, 1e-3)
+        actions = slice_.tell(*events)
+    return out
 
 
 def drawn(step: Step, name: str) -> StepDone:

@@ -123,7 +123,7 @@ def test_four_requests_take_turns_in_room_for_two() -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["grow", "start", "moved", "out", "in", "forget"]),
+        st.sampled_from(["grow", "start", "share", "moved", "out", "in", "forget"]),
         st.sampled_from("ab"), st.integers(0, 6),
     ),
     max_size=80,
@@ -148,6 +148,10 @@ def test_copies_are_a_prefix_within_host_memory(
             assert not (moved and name in moving)
             if moved:
                 moving[name] = moved
+        elif what == "share" and not away[name] and not copies.has_own(name):
+            found = min(copies.shared(name) + count, tokens[name] // 4)
+            copies.share(name, found)
+            assert copies.synced(name) == copies.shared(name) == found
         elif what == "out" and not away[name] and held:
             dirty = copies.rotate_out(name, held, 8)
             if dirty is not None:
@@ -165,7 +169,9 @@ def test_copies_are_a_prefix_within_host_memory(
             copies.forget(name, 8)
             tokens[name], away[name] = 0, False
             moving.pop(name, None)
-        used = sum(copies.synced(n) + moving.get(n, 0) for n in "ab") * 8
+        own = {n: copies.synced(n) - copies.shared(n) + moving.get(n, 0) for n in "ab"}
+        assert all(copies.has_own(n) == (own[n] > 0) for n in "ab")
+        used = sum(own.values()) * 8
         assert copies.used_bytes == used <= room * 8
 
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 from slice_cases import request, small_slice, spec
 
-from c2cserve.core.actions import Move, RunStep, Truncate
-from c2cserve.core.events import Activated, MoveDone, SeqOutcome, StepDone, Submitted
+from c2cserve.core.actions import Move, RunStep, SavePrefix, Truncate
+from c2cserve.core.events import Activated, MoveDone, PrefixMoved, SeqOutcome, StepDone, Submitted
 from c2cserve.core.request import Slo
 from c2cserve.policy.slice.policy import SlicePolicy
 
 
 def test_a_request_that_is_cut_off_during_a_copy_gives_its_blocks_back() -> None:
     policy = SlicePolicy(replace(small_slice(slabs=2), host_kv_bytes=1 << 20))
-    for event in (Activated(spec(block=2048)), Submitted(request("r", prompt=48, new=90))):
+    for event in (Activated(spec(block=2048)), Submitted(request("r", prompt=40, new=90))):
         policy.apply(event)
     copy: Move | None = None
     ended, now = False, 0.0
@@ -21,6 +21,8 @@ def test_a_request_that_is_cut_off_during_a_copy_gives_its_blocks_back() -> None
             ended |= isinstance(action, Truncate)
             if isinstance(action, Move):
                 copy = action
+            elif isinstance(action, SavePrefix):
+                policy.apply(PrefixMoved(action.move, 0.01))
             elif isinstance(action, RunStep):
                 [part] = action.step.seqs
                 drawn = (SeqOutcome("r", 1, finished=False),) if part.emits else ()

@@ -7,6 +7,7 @@ from c2cserve.policy.baselines.presets import C2CSERVE
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.runtime.replay import replay
 from c2cserve.sim.recording import RecordFile
+from c2cserve.sim.report import report
 from c2cserve.sim.world.hardware import SliceSettings, build
 from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue
@@ -55,3 +56,11 @@ def test_prompts_come_back_sooner_than_they_are_computed(tmp_path: Path) -> None
     assert all(one.ending == "finished" for one in with_tier.requests.ended)
     assert '"BringPrefix"' in record.read_text()
     assert replay(record).equal
+
+
+def test_the_kv_of_prompts_crosses_the_link_once(tmp_path: Path) -> None:
+    """A family's prompt goes out when it is computed first. Later ones find it in the arena or on
+    the host, and no block of tokens that they draw fills up."""
+    with_tier = run(100 * PROMPT // BLOCK_TOKENS * BLOCK, tmp_path / "record.jsonl")
+    out = report(with_tier).links["gpu0.d2h"].moved_bytes
+    assert out == FAMILIES * PROMPT // BLOCK_TOKENS * BLOCK

@@ -22,7 +22,7 @@ from c2cserve.core.request import Request
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.cluster.feedback import InTimeShare, Pace, Throughput
 from c2cserve.policy.cluster.placement import worth_a_try
-from c2cserve.policy.cluster.pool_residency import ModelBook
+from c2cserve.policy.cluster.pool.residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
 from c2cserve.policy.cluster.starts import Starts
@@ -126,11 +126,10 @@ class Admission:
         self._begun: dict[str, tuple[Request, float, float]] = {}
         """Requests with a first token: when they were sent to their slices, and when that came."""
         self._ended: list[tuple[Request, float, float, int]] = []
-        """The same of those that have finished, and their lengths: their times are not known yet,
-        because no clock is read while events are applied."""
+        """The same of those that have finished, and their lengths: no clock is read yet."""
         self._sent: dict[str, tuple[Request, float, str, bool]] = {}
-        """Requests without a first token, when they were sent to their slices, and to which.
-        Whether another choice had begun: then nothing was foreseen of its first token."""
+        """Requests without a first token, when they were sent, and to which slices. Whether nothing
+        was foreseen of it: another choice had begun, or it had waited for the pool."""
         self._starts = Starts()
         self._no_slice_since_s: float | None = None
         self.recheck_s = self._hopeless_check_s = 0.0
@@ -147,7 +146,8 @@ class Admission:
 
     def sent(self, request: Request, slice_id: str, now: float) -> bool:
         """Note that a waiting request goes to a slice. Return whether it is never refused there."""
-        self._sent[request.id] = request, now, slice_id, self._queue.begun(request.id)
+        pool = self._models[request.model].serves_since_s > request.arrival_s
+        self._sent[request.id] = request, now, slice_id, pool or self._queue.begun(request.id)
         self._starts.changed(slice_id)
         return bool(request.group) or self.never_refused(request)
 
@@ -390,7 +390,7 @@ class Admission:
         return sum(load.most_requests for load in self._slices.values())
 
     def _usable(self, model: str) -> bool:
-        return self._models[model].usable
+        return self._models[model].serving
 
 
 def turns_before(tenant: str, waiting: Mapping[str, int]) -> int:

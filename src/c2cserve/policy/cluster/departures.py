@@ -10,7 +10,7 @@ from c2cserve.core.request import Request
 from c2cserve.policy.cluster.admission import Admission
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.cluster.instances import Instances
-from c2cserve.policy.cluster.pool_residency import ModelBook
+from c2cserve.policy.cluster.pool.residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
 from c2cserve.policy.cluster.relocation import Relocation
 from c2cserve.policy.cluster.strategies import ExtraT

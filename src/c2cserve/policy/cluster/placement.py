@@ -15,7 +15,7 @@ from typing import Protocol
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
-from c2cserve.policy.cluster.pool_residency import ModelBook
+from c2cserve.policy.cluster.pool.residency import ModelBook
 from c2cserve.policy.cluster.quantify import OVERESTIMATE
 from c2cserve.policy.cluster.slice_load import Instance, Placement, SliceLoad
 

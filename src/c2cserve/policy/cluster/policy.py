@@ -9,14 +9,15 @@ from c2cserve.core import events as ev
 from c2cserve.core.model import name_of
 from c2cserve.core.policy import Policy
 from c2cserve.core.request import Request
-from c2cserve.policy.cluster import pool_residency
 from c2cserve.policy.cluster.admission import Admission, AdmissionSettings
 from c2cserve.policy.cluster.departures import Changes, Departures
 from c2cserve.policy.cluster.failing import Failing
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.cluster.instances import Instances
 from c2cserve.policy.cluster.placement import active_if_full, awaited
-from c2cserve.policy.cluster.pool_residency import ModelBook, PoolBooks
+from c2cserve.policy.cluster.pool import residency
+from c2cserve.policy.cluster.pool.residency import ModelBook, PoolBooks
+from c2cserve.policy.cluster.pool.turns import PoolTurns
 from c2cserve.policy.cluster.queue import WaitingQueue
 from c2cserve.policy.cluster.relocation import Relocation, earlier
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
@@ -39,6 +40,7 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         self._pool = PoolBooks()
         self._shares = shares = FairShares()
         self._queue = queue = WaitingQueue(shares)
+        self._turns = PoolTurns(self._models, self._pool, queue)
         self._actions: list[act.ClusterAction | ExtraT] = []
         self._instances = Instances(strategies.instances, self._outputs, self._actions)
         self._slices, self._where = self._instances.slices, self._instances.where
@@ -234,31 +236,33 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
     def _load(self, now: float) -> None:
         """Load what is asked for, evicting what is not used; then load what there is room for."""
         self._changes.pool, budget_bytes = False, self._pool.budget_bytes
+        self._pool.refresh(now)
+        self._changes.room |= self._turns.begin(now)
         if budget_bytes is None or not self._pool.outside:
             return
         models, outside = self._models.values(), self._pool.outside
         # Also of requests that waited already: a model may have been pinned since.
         absent = [outside[name] for name in sorted(self._queue.models()) if name in outside]
         if absent:
-            for name, why in pool_residency.impossible(absent, models, budget_bytes):
+            for name, why in residency.impossible(absent, models, budget_bytes):
                 for request in self._queue.of(name):
                     self._departures.reject(request, 503, why, 60.0)
         wanted = self._pool.wanted()
         if absent or wanted:
             free_bytes = budget_bytes - self._pool.used_bytes
-            loads = pool_residency.asked_loads(self._models, wanted, self._queue, free_bytes, now)
-            for model, victims in loads:
+            for model, victims in self._turns.loads(wanted, free_bytes, now):
                 for victim in victims:
                     self._leave_pool(victim)
                     self._actions.append(act.Evict(victim.spec.id))
-                self._start_load(model)
-        free_bytes = budget_bytes - self._pool.used_bytes
+                self._start_load(model, now)
+            self._turns.end(budget_bytes - self._pool.used_bytes, now)
+        free_bytes = 0 if self._turns.owed else budget_bytes - self._pool.used_bytes
         if not self._draining and free_bytes >= self._pool.least_bytes:
-            for model in pool_residency.unasked_loads(outside.values(), models, free_bytes):
-                self._start_load(model)
+            for model in residency.unasked_loads(outside.values(), models, free_bytes):
+                self._start_load(model, now)
 
-    def _start_load(self, model: ModelBook) -> None:
-        self._pool.entered(model)
+    def _start_load(self, model: ModelBook, now: float) -> None:
+        self._pool.entered(model, now)
         self._actions.append(act.Load(model.spec.id))
 
     def _leave_pool(self, model: ModelBook) -> None:
@@ -319,7 +323,7 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         """Place requests of tenants that have less than their share of slices full of others."""
         fair = self._placing.ours and 1 < self._shares.tenants <= self._admission.places
         for name in sorted(self._queue.models()) if fair else ():
-            heads = self._queue.heads(name) if self._models[name].usable else []
+            heads = self._queue.heads(name) if self._models[name].serving else []
             while sum(self._send_owed(request, now) for request in heads):
                 heads = self._queue.heads(name)
 
@@ -342,7 +346,10 @@ class ClusterPolicy(Policy[ev.ClusterEvent, act.ClusterAction | ExtraT], Generic
         return loads, active_if_full(loads) if self._placing.ours else None
 
     def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:
-        book, loads = self._models[request.model], self._admission.taking(loads, request)
+        book = self._models[request.model]
+        if book.closing and not self._queue.begun(request.id):
+            return None
+        loads = self._admission.taking(loads, request)
         spec, runs, late = book.spec, book.running > 0, self._admission.may_be_late(request)
         scarce = self._placing.ours and self._admission.overload
         if scarce and not self._admission.never_refused(request):

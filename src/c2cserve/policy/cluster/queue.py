@@ -72,6 +72,11 @@ class WaitingQueue:
         lines = self._by_model.get(model)
         return 0 if lines is None else lines.count
 
+    def due_s(self, model: str) -> float:
+        """Return when the first token of a model's oldest request was or is due."""
+        lines = self._by_model[model].of_tenant.values()
+        return min(urgency[1] for line in lines for urgency, _ in line)
+
     def head(self, model: str) -> Entry | None:
         """Return the request of the model that is placed next."""
         turn = self.turn(model)

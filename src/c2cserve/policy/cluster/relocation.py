@@ -10,7 +10,7 @@ from c2cserve.core import events as ev
 from c2cserve.core.actions import Recall
 from c2cserve.core.request import Request
 from c2cserve.policy.cluster.failing import Failing
-from c2cserve.policy.cluster.pool_residency import ModelBook
+from c2cserve.policy.cluster.pool.residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
 from c2cserve.policy.cluster.slice_load import SliceLoad
 from c2cserve.policy.cluster.stealing import Stealing

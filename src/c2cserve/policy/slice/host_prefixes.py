@@ -16,8 +16,8 @@ _STALE_MOST = 64
 
 @dataclass(slots=True, eq=False)
 class HostBlock:
-    """A pinned block is being copied, so its place must stay. `gone`: it cannot be found any more,
-    and gives its place up with the last pin."""
+    """A pinned block is being copied or is a request's copy, so its place must stay. `gone`: it
+    cannot be found any more, and gives its place up with the last pin."""
 
     id: int
     model: str
@@ -31,6 +31,8 @@ class HostBlock:
     saved: bool = False
     """Its bytes are here."""
     pins: int = 0
+    sharers: int = 0
+    """Requests whose copy it is. Each has a pin of it."""
     gone: bool = False
     children: dict[int, "HostBlock"] = field(default_factory=dict[int, "HostBlock"])
     """The blocks that follow it in prefixes, by id."""
@@ -44,6 +46,8 @@ class HostPrefixes:
     def __init__(self) -> None:
         self.used_bytes = 0
         self.pinned_bytes = 0
+        self.shared_bytes = 0
+        """Bytes of blocks that are copies of requests, too."""
         self.dropped: list[int] = []
         """Ids of blocks that gave their places up, for the caller to pass on and clear."""
         self._by_hash: dict[str, dict[int, HostBlock]] = {}
@@ -100,6 +104,19 @@ class HostPrefixes:
             self._free(block)
         else:
             self._offer(block)
+
+    def share(self, block: HostBlock) -> None:
+        """Make it the copy of one more request, so that it stays."""
+        if not block.sharers:
+            self.shared_bytes += block.size
+        block.sharers += 1
+        self.pin(block)
+
+    def unshare(self, block: HostBlock) -> None:
+        block.sharers -= 1
+        if not block.sharers:
+            self.shared_bytes -= block.size
+        self.unpin(block)
 
     def evict(self, size: int) -> bool:
         """Drop the cheapest blocks until so many bytes are free. Return whether they are."""

@@ -5,9 +5,10 @@ link.
                Move "out"   its HBM is free           Move "in"
 
 Full blocks of running requests are copied out in the background (Move "copy"), so a pause moves
-little and frees the rest at once. A request that comes in takes any free block, and never waits for
-one that is still being read. A request can be paused when it is in no step and no move, and has run
-since it came in."""
+little and frees the rest at once. What the prefix cache has on the host is not copied again: it is
+the request's copy too, and stays as long as it does. A request that comes in takes any free block,
+and never waits for one that is still being read. A request can be paused when it is in no step and
+no move, and has run since it came in."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from c2cserve.core.actions import Direction, Move
 from c2cserve.core.machine import Slice
 from c2cserve.core.request import BLOCK_TOKENS, blocks_of
 from c2cserve.policy.slice.batching import ActiveModel, Seq
+from c2cserve.policy.slice.host_prefixes import HostBlock
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.prefix_tier import PrefixTier
 from c2cserve.policy.slice.rotation import (
@@ -46,6 +48,8 @@ class KvRotation:
         self._release_weights = release_weights
         self._computes = computes
         self._copies = EagerCopies(slice_.host_kv_bytes)
+        self._shared: dict[str, list[HostBlock]] = {}
+        """Blocks of cached prefixes that are copies of a request's first blocks."""
         self._moving: dict[str, tuple[Seq, Direction]] = {}
         self._outgoing_bytes = 0
         self._room_bytes = arena.size
@@ -61,7 +65,7 @@ class KvRotation:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that KV of requests takes."""
+        """Host memory that KV of requests takes beside cached prefixes."""
         return self._copies.used_bytes
 
     def _limit_copies(self, share: float = 1.0) -> None:
@@ -69,7 +73,22 @@ class KvRotation:
         if self.prefixes is not None:
             size = self._slice.host_kv_bytes
             rest = size - self.prefixes.pinned_bytes
-            self._copies.capacity_bytes = min(rest, int(share * size))
+            most = int(share * size) - self.prefixes.shared_bytes
+            self._copies.capacity_bytes = max(0, min(rest, most))
+
+    def _share(self, seq: Seq, share: float = 1.0) -> bool:
+        """Count what the prefix cache has of its full blocks as its copies. These come first: once
+        it has some of its own, there are no more. Return whether the next one is on its way."""
+        name, hashes = seq.request.id, seq.request.prefix_hashes
+        end = min(seq.computed // BLOCK_TOKENS, len(hashes))
+        first = self._copies.shared(name)
+        if self.prefixes is None or first >= end or self._copies.has_own(name):
+            return False
+        blocks, coming = self.prefixes.share(seq.model, hashes[first:end], share)
+        if blocks:
+            self._shared.setdefault(name, []).extend(blocks)
+            self._copies.share(name, first + len(blocks))
+        return coming
 
     def plan(self, seqs: Iterable[Seq], now: float, weight_bytes: int) -> list[Move]:
         """Run one iteration of SuperInfer's Algorithm 1. Decide which requests leave HBM, come in
@@ -184,6 +203,7 @@ class KvRotation:
         if not _at_rest(seq):
             return None
         name, block = seq.request.id, seq.model.block_bytes
+        self._share(seq)
         self._copies.filled(name, seq.computed // BLOCK_TOKENS)
         self._limit_copies()
         going = self._copies.rotate_out(name, blocks_of(seq.computed), block)
@@ -211,7 +231,6 @@ class KvRotation:
     def _copy(self, seqs: Iterable[Seq], budget: int) -> list[Move]:
         """Begin to copy blocks that are full by now, as far as this iteration's budget goes."""
         moves: list[Move] = []
-        self._limit_copies(AHEAD_SHARE)
         for seq in seqs:
             block = seq.model.block_bytes
             if budget < block:
@@ -219,7 +238,12 @@ class KvRotation:
             if not seq.started or seq.paused or seq.moves or not seq.notified:
                 continue
             name = seq.request.id
+            if seq.computed // BLOCK_TOKENS <= self._copies.synced(name):
+                continue
+            if self._share(seq, AHEAD_SHARE):
+                continue
             self._copies.filled(name, seq.computed // BLOCK_TOKENS)
+            self._limit_copies(AHEAD_SHARE)
             first, count = self._copies.start(name, block, budget // block)
             if count:
                 moves.append(self._move(seq, "copy", first, seq.blocks[first : first + count]))
@@ -232,7 +256,10 @@ class KvRotation:
     ) -> Move:  # fmt: skip
         seq.moves += 1
         self._moving[seq.request.id] = (seq, direction)
-        return Move(seq.request.id, direction, first, tuple(blocks), kept, kv_end_bytes)
+        shared = self._shared.get(seq.request.id, ())
+        ids = tuple(block.id for block in shared) if direction == "in" else ()
+        end, moved = kv_end_bytes, tuple(blocks)
+        return Move(seq.request.id, direction, first, moved, kept, end, len(shared), ids)
 
     def moved(self, request_id: str) -> Seq:
         """Note the end of a move, and return its request. A request that went out has no blocks any
@@ -262,6 +289,9 @@ class KvRotation:
     def forget(self, seq: Seq) -> None:
         """Note that the request ended, or that its KV is dropped; it is in no move."""
         self._copies.forget(seq.request.id, seq.model.block_bytes)
+        shared = self._shared.pop(seq.request.id, None)
+        if shared is not None and self.prefixes is not None:
+            self.prefixes.unshare(shared)
 
 
 def _at_rest(seq: Seq) -> bool:

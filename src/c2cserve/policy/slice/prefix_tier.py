@@ -4,7 +4,9 @@
 
 Blocks of prompts are copied when they are computed, so the arena gives them up without a wait.
 Nothing is held for a copy: one whose block the arena gave up meanwhile is dropped at its end. A
-request brings blocks in before its first step, if that is quicker than to compute them."""
+request brings blocks in before its first step, if that is quicker than to compute them.
+
+Where requests rotate, what is here of a request's KV is its copy as well (`share`)."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -70,6 +72,11 @@ class PrefixTier:
         """Bytes that cannot make way now."""
         return self._host.pinned_bytes
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of blocks that are copies of requests, too."""
+        return self._host.shared_bytes
+
     # ---- out ------------------------------------------------------------------------------------
 
     def computed(self, model: ActiveModel, hashes: Sequence[int], first: int) -> None:
@@ -121,6 +128,36 @@ class PrefixTier:
             block = self._host.find(model, value)
             if block is not None:
                 self._host.drop(block)
+        self._pass_on()
+
+    # ---- copies of requests ---------------------------------------------------------------------
+
+    def share(
+        self, model: ActiveModel, hashes: Sequence[int], share: float
+    ) -> tuple[list[HostBlock], bool]:
+        """Make what is here of these blocks, from the first on, a request's copies, which stay
+        until `unshare`. Copies of requests have at most so much of the host memory. Return them,
+        and whether the one after them is on its way here."""
+        host, own, size = self._host, self._rotated_bytes(), self._slice.host_kv_bytes
+        shared: list[HostBlock] = []
+        for value in hashes:
+            block = host.find(model.name, value)
+            if block is None:
+                break
+            if not block.saved:
+                return shared, True
+            if not block.sharers and own + host.shared_bytes + block.size > share * size:
+                break
+            if not block.pins and own + host.pinned_bytes + block.size > size:
+                break  # what leaves HBM was promised that room
+            host.share(block)
+            shared.append(block)
+        return shared, False
+
+    def unshare(self, blocks: Sequence[HostBlock]) -> None:
+        """Note that a request needs its copies no more."""
+        for block in reversed(blocks):
+            self._host.unshare(block)
         self._pass_on()
 
     # ---- in -------------------------------------------------------------------------------------

@@ -153,13 +153,16 @@ class _Copies:
     """Blocks that are written to their end. They do not change any more."""
     synced: int = 0
     """How many of these, from the first on, have a copy in host memory."""
+    shared: int = 0
+    """How many of the copies, from the first on, are those of a cached prefix."""
     moving: int = 0
     """Blocks after the synced ones that are on their way there."""
 
 
 class EagerCopies:
     """Which blocks of which request have a copy in host memory (section 4.3.2, eager block
-    rotation). Counts suffice: KV fills block by block, so copies are a prefix of it.
+    rotation). Counts suffice: KV fills block by block, so copies are a prefix of it. The first may
+    be those of a cached prefix (ours), which take no room here.
 
     Full blocks are copied in the background before their place is needed. A request that is rotated
     out then moves only what is *dirty*; the HBM of *synced* blocks is free at once. So what comes
@@ -179,6 +182,20 @@ class EagerCopies:
         """Return how many of its copies, from the first on, stay valid when it goes on."""
         copies = self._copies[request_id]
         return min(copies.synced, copies.full)
+
+    def shared(self, request_id: str) -> int:
+        return self._copies[request_id].shared if request_id in self._copies else 0
+
+    def has_own(self, request_id: str) -> bool:
+        """Return whether it has copies that are no cached prefix's, or gets some."""
+        copies = self._copies.get(request_id)
+        return copies is not None and copies.synced + copies.moving > copies.shared
+
+    def share(self, request_id: str, blocks: int) -> None:
+        """Note that a cached prefix has copies of its first `blocks` blocks, which are full. It has
+        none of its own."""
+        copies = self._copies.setdefault(request_id, _Copies())
+        copies.synced = copies.shared = copies.full = blocks
 
     def filled(self, request_id: str, blocks: int) -> None:
         """Note that the request's first `blocks` blocks are full now."""
@@ -227,4 +244,4 @@ class EagerCopies:
         """Forget a request that ended, or whose KV is not wanted any more."""
         copies = self._copies.pop(request_id, None)
         if copies is not None:
-            self.used_bytes -= (copies.synced + copies.moving) * block_bytes
+            self.used_bytes -= (copies.synced + copies.moving - copies.shared) * block_bytes

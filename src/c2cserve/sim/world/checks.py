@@ -214,6 +214,16 @@ class PrefixBook:
         self.used_bytes += size * len(ids)
         assert self.used_bytes <= self.slice.host_kv_bytes, "more prefixes than room"
 
+    def move(self, move: Move) -> None:
+        """Begin a move of a request whose copies are partly a prefix's."""
+        assert not self._saving.intersection(move.ids), "a block is read that has not arrived"
+        assert self._sizes.keys() >= set(move.ids), "a block is not on the host"
+        self._reading.update(move.ids)
+
+    def moved(self, move: Move) -> None:
+        """End it."""
+        self._reading.subtract(move.ids)
+
     def end(self, action: SavePrefix | BringPrefix) -> None:
         """End a move."""
         if isinstance(action, BringPrefix):

@@ -357,6 +357,8 @@ class SliceSimulation(Executor[SliceAction | BaselineSliceAction], ComputingSlic
         """Move KV over the links of weights; it leaves in the other direction."""
         seq = self.seqs[move.request_id]
         self.book.move(seq, move)
+        if move.ids:
+            self.prefixes.move(move)
         size = len(move.blocks) * seq.spec.kv_block_bytes
         self.use.moved_bytes += size
         engine = self._in if move.direction == "in" else self._out
@@ -365,6 +367,8 @@ class SliceSimulation(Executor[SliceAction | BaselineSliceAction], ComputingSlic
     def _moved(self, seq: SeqState, move: Move) -> None:
         if not self._dead:
             self.book.moved(seq)
+            if move.ids:
+                self.prefixes.moved(move)
             self._notify(ev.MoveDone(move.request_id, move.direction))
 
     def _move_prefix(self, action: SavePrefix | BringPrefix) -> None:

@@ -1,13 +1,13 @@
 """Which models are in the host pool: what is asked for, then what fits (host memory is home)."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from c2cserve.core.backoff import back_off_s
 from c2cserve.core.events import ModelUsable, ModelUsed, ModelWanted
 from c2cserve.core.model import ModelSpec
-from c2cserve.policy.cluster.queue import Urgency, WaitingQueue
+from c2cserve.policy.cluster.queue import Urgency
 from c2cserve.policy.uses import Uses
 
 _RETRY_FIRST_S = 5.0
@@ -33,6 +33,13 @@ class ModelBook:
     held: bool = False
     """It is to be loaded although no request waits for it here: the fleet's policy says so."""
     loaded: bool = False
+    closing: bool = False
+    """It takes no new requests, because it is to leave the pool for another one (`pool.turns`)."""
+    load_began_s: float = float("-inf")
+    serves_since_s: float = float("-inf")
+    """When it became usable, or was opened again. Who waits for longer has waited for the pool."""
+    stays_until_s: float = float("-inf")
+    """When it may be closed for another one."""
     removing: bool = False
     running: int = 0
     """Requests dispatched."""
@@ -57,6 +64,11 @@ class ModelBook:
         version, or the fleet's policy wants it."""
         fresh = not self.in_pool and not self.failures and not self.removing
         return (bool(self.replaces) or self.held) and fresh
+
+    @property
+    def serving(self) -> bool:
+        """Whether new requests may be sent to slices."""
+        return self.usable and not self.closing
 
     @property
     def warm_until_s(self) -> float:
@@ -118,6 +130,7 @@ class PoolBooks:
         """No model was smaller than that."""
         self.outside: dict[str, ModelBook] = {}
         self._urged: dict[str, None] = {}
+        self._loading: dict[str, ModelBook] = {}
         """Those of all models that may be `wanted`."""
 
     def added(self, model: ModelBook) -> None:
@@ -140,15 +153,27 @@ class PoolBooks:
         here = [self.outside[name] for name in self._urged if name in self.outside]
         return [model for model in here if model.wanted]
 
-    def entered(self, model: ModelBook) -> None:
-        """Note that the memory of a model outside is taken."""
-        model.in_pool = True
+    def entered(self, model: ModelBook, now: float) -> None:
+        """Note that the memory of a model outside is taken, and its load begins."""
+        model.in_pool, model.load_began_s = True, now
+        self._loading[model.spec.id] = model
         self.used_bytes += model.spec.weight_bytes
         del self.outside[model.spec.id]
 
+    def refresh(self, now: float) -> None:
+        """Note which models became usable, and which loads have ended: a model stays for as long
+        as its load took."""
+        for model in list(self._loading.values()):
+            if model.usable and model.serves_since_s < model.load_began_s:
+                model.serves_since_s = now
+            if model.loaded:
+                model.stays_until_s = now + (now - model.load_began_s)
+                del self._loading[model.spec.id]
+
     def left(self, model: ModelBook) -> None:
         self.used_bytes -= model.spec.weight_bytes if model.in_pool else 0
-        model.in_pool = model.usable = model.loaded = False
+        model.in_pool = model.usable = model.loaded = model.closing = False
+        self._loading.pop(model.spec.id, None)
         self.outside[model.spec.id] = model
 
     def forget(self, name: str) -> None:
@@ -191,11 +216,19 @@ def unwaited(
 
 def evictable(models: Iterable[ModelBook], waiting: Collection[str], now: float) -> list[Unused]:
     """Return the models that may leave the pool, as a heap: least often used first. None of them is
-    pinned, still loading, or in use (with requests running or in `waiting`)."""
-    unused = [
-        (m.keep_value(now), m.last_used_s, m.spec.id, m) for m in models
-        if m.loaded and not m.running and not m.spec.pinned and m.spec.id not in waiting
-    ]  # fmt: skip
+    pinned, still loading, in use (with requests running or in `waiting`), or leaves for another."""
+    return unused_of(
+        (
+            m for m in models
+            if m.loaded and not (m.running or m.closing or m.spec.pinned or m.spec.id in waiting)
+        ),
+        now,
+    )  # fmt: skip
+
+
+def unused_of(models: Iterable[ModelBook], now: float) -> list[Unused]:
+    """Return models as a heap: least often used first."""
+    unused = [(m.keep_value(now), m.last_used_s, m.spec.id, m) for m in models]
     heapify(unused)
     return unused
 
@@ -216,34 +249,6 @@ def evictions(unused: list[Unused], lacking: int) -> list[ModelBook] | None:
             heappush(unused, one)
             lacking += one[-1].spec.weight_bytes
     return [one[-1] for one in victims]
-
-
-def asked_loads(
-    models: Mapping[str, ModelBook],
-    wanted: Collection[ModelBook],
-    queue: WaitingQueue,
-    free_bytes: int,
-    now: float,
-) -> Iterator[tuple[ModelBook, list[ModelBook]]]:
-    """Yield which models can be loaded of those that requests in `queue` need or that are `wanted`,
-    the most urgent first. Yield also which others are evicted for each. `free_bytes`: of the
-    pool."""
-    waiting = queue.models()
-    asked = [
-        (head[0], name) for name in waiting
-        if models[name].may_load(now) and (head := queue.head(name))
-    ]  # fmt: skip
-    asked += unwaited(wanted, waiting, now)
-    if not asked:
-        return
-    unused = evictable(models.values(), {*waiting, *(model.replaces for model in wanted)}, now)
-    for _, name in sorted(asked):
-        victims = evictions(unused, models[name].spec.weight_bytes - free_bytes)
-        if victims is None:
-            continue
-        free_bytes += sum(victim.spec.weight_bytes for victim in victims)
-        free_bytes -= models[name].spec.weight_bytes
-        yield models[name], victims
 
 
 def unasked_loads(

@@ -1,0 +1,1 @@
+"""The host pool: which models are in it, and whose turn it is."""
