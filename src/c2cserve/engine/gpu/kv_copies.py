@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -92,4 +93,6 @@ def open_host_kv(
     memory = make_arena(size)
     region = pin_array(memory.numpy())
     copies = KvCopies(engine, arena, memory, region, stream, notify)
+    # Else what is allocated at this address later could not be registered.
+    finalize(copies, region.close).atexit = False
     return HostKv(size, copies)
