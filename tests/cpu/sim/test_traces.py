@@ -1,6 +1,7 @@
 """Traces: every packaged one, every form of file, and how they become requests."""
 
 import gzip
+import re
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -276,3 +277,32 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     (tmp_path / "d.csv.gz").write_bytes(b"no gzip")
     with pytest.raises(TraceError, match="not CSV"):
         read(tmp_path / "d.csv.gz")
+
+
+def test_a_file_saved_by_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    """It begins with a byte order mark, and its lines end as on Windows."""
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\xef\xbb\xbft_s,func,input_tokens,output_tokens\r\n1,a,100,10\r\n")
+    [row] = read(path)
+    assert (row.t_s, row.source, row.prompt, row.output) == (1.0, "a", 100, 10)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("-5,a,100,10", "t_s is -5"),
+        ("1e30,a,100,10", "t_s is 1e30"),
+        ("1,a,1e3,10", "input_tokens is no whole number: '1e3'"),
+        ("1,a,100", "output_tokens is no whole number: ''"),
+        ("1,a,100,0", "output_tokens is 0"),
+        ("1,a,-3,10", "input_tokens is -3"),
+        ("x,a,1,1", "t_s is no number: 'x'"),
+    ],
+)
+def test_a_line_that_is_no_request_is_refused_with_its_number(
+    tmp_path: Path, line: str, says: str
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"t_s,func,input_tokens,output_tokens\n0,a,1,1\n{line}\n")
+    with pytest.raises(TraceError, match=re.escape(f"t.csv:3: {says}")):
+        read(path)

@@ -14,6 +14,8 @@ _SURPLUS = "\0"
 """The key of fields without a column. An empty name may be that of an index."""
 _NAMED = 6
 """Columns that an error names."""
+_TIME_MOST_S = 1e9
+"""Thirty years: later times are those of a calendar in milliseconds, or a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ Fields = Mapping[str, str]
 
 def _open(path: Path) -> IO[str]:
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
 
 
 def fields(path: Path) -> Iterator[Fields]:
@@ -64,23 +66,49 @@ def columns(path: Path) -> frozenset[str]:
 
 
 def _function(row: Fields) -> Row:
-    return Row(float(row["t_s"]), row["func"], int(row["input_tokens"]), int(row["output_tokens"]))
+    return Row(_time(row, "t_s"), row["func"], *_lengths(row))
 
 
 def _single(row: Fields) -> Row:
-    return Row(float(row["t_s"]), "", int(row["input_tokens"]), int(row["output_tokens"]))
+    return Row(_time(row, "t_s"), "", *_lengths(row))
 
 
 def _model(row: Fields) -> Row:
-    return Row(float(row["t_s"]), row["model"])
+    return Row(_time(row, "t_s"), row["model"])
 
 
 def _blocks(row: Fields) -> Row:
-    seen = int(row["prefix_blocks_seen"]) * PREFIX_BLOCK_TOKENS
-    prompt = int(row["input_tokens"])
-    return Row(
-        float(row["t_ms"]) / 1e3, "", prompt, int(row["output_tokens"]), min(seen, prompt - 1)
-    )
+    seen = _count(row, "prefix_blocks_seen", 0) * PREFIX_BLOCK_TOKENS
+    prompt, output = _lengths(row)
+    return Row(_time(row, "t_ms") / 1e3, "", prompt, output, min(seen, prompt - 1))
+
+
+def _lengths(row: Fields) -> tuple[int, int]:
+    return _count(row, "input_tokens", 1), _count(row, "output_tokens", 1)
+
+
+def _count(row: Fields, column: str, least: int) -> int:
+    """Raises ValueError with one line that says what is wrong."""
+    try:
+        value = int(row[column])
+    except (ValueError, TypeError):
+        raise ValueError(f"{column} is no whole number: {row[column] or ''!r}") from None
+    if value < least:
+        raise ValueError(f"{column} is {value}, and at least {least} is needed")
+    return value
+
+
+def _time(row: Fields, column: str) -> float:
+    """Raises ValueError with one line that says what is wrong."""
+    try:
+        value = float(row[column])
+    except (ValueError, TypeError):
+        raise ValueError(f"{column} is no number: {row[column] or ''!r}") from None
+    if not isfinite(value):
+        raise ValueError(f"{value} is not a finite time")
+    if not 0.0 <= value <= _TIME_MOST_S * (1e3 if column == "t_ms" else 1.0):
+        raise ValueError(f"{column} is {row[column]}: times count from the trace's begin")
+    return value
 
 
 READERS: tuple[tuple[frozenset[str], Callable[[Fields], Row]], ...] = (
@@ -106,10 +134,8 @@ def read(path: Path, where: Mapping[str, str] | None = None) -> list[Row]:
             continue
         try:
             row = reader(line)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise TraceError(f"{path.name}:{number}: {error}") from error
-        if not isfinite(row.t_s):
-            raise TraceError(f"{path.name}:{number}: {row.t_s} is not a finite time")
         rows.append(row)
     if not rows:
         raise TraceError(f"{path.name} has no requests" + (" like these" if wanted else ""))
