@@ -28,6 +28,7 @@ _H2D, _D2H, _BOTH = "gpu0.h2d", "gpu0.d2h", "host.both"
 @dataclass(frozen=True, slots=True)
 class Simulated:
     answers: list[Answer]
+    """In the order of the requests, as a live run has them: they are compared one by one."""
     fetches: int
     """Loads of whole models into the slice's memory, those of `warm` too."""
 
@@ -51,7 +52,8 @@ def simulate(
     scenario = Scenario("", "", WorkloadSettings(""), seed=seed, as_live=True)
     simulation = prepare(scenario, models, requests, machine)
     simulation.run()
-    counted = (one for one in simulation.requests.ended if one.request.arrival_s >= later_s)
+    counted = [one for one in simulation.requests.ended if one.request.arrival_s >= later_s]
+    counted.sort(key=lambda one: one.request.arrival_s)  # they end in another order
     answers = [_answer(one, answer_s) for one in counted]
     return Simulated(answers, sum(one.use.loads for one in simulation.slices.values()))
 

@@ -30,6 +30,7 @@ from mix_machine import Host, Refused, imagined_machine, this_machine, weights_b
 from mix_run import steps_line, weights_line
 from mix_simulated import simulate, simulated_machine, simulated_models
 
+from c2cserve.bench.plan import Shape as Asked
 from c2cserve.catalog.file import load_catalog
 from c2cserve.core.step import Step
 from c2cserve.devices.plan import SliceWishes, plan_all
@@ -325,6 +326,18 @@ def test_simulated_cells_are_reported_and_simulated_again(tmp_path: Path) -> Non
     (tmp_path / "mix.json").rename(earlier)
     again = run(tmp_path, "--again", str(earlier))
     assert again["results"]["rows"] == whole["results"]["rows"]
+
+
+def test_simulated_answers_are_in_the_order_of_their_requests() -> None:
+    """A short answer that was asked for after a long one ends before it."""
+    host = imagined_machine(H200, None)
+    arena, models = Arena("70", 70 * 10**9), simulated_models(FULL.pick())
+    long, short = models[0].spec.id, models[1].spec.id
+    asked = [Asked(long, 64, 200, 0.0), Asked(short, 64, 8, 0.001)]
+    warm = [Asked(name, 16, 8, 2.0 * i) for i, name in enumerate((long, short))]
+    plan = host.plan(arena, 4 * 10**9)
+    found = simulate(host, plan, arena, models, None, asked, warm, 1, 60.0)
+    assert [answer.model for answer in found.answers] == [long, short]
 
 
 @pytest.mark.timeout(300)  # matplotlib, when it is first imported
