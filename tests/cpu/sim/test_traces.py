@@ -294,7 +294,7 @@ def test_a_file_saved_by_a_spreadsheet_is_read(tmp_path: Path) -> None:
         ("1e30,a,100,10", "t_s is 1e30"),
         ("1,a,1e3,10", "input_tokens is no whole number: '1e3'"),
         ("1,a,100", "output_tokens is no whole number: ''"),
-        ("1,a,100,0", "output_tokens is 0"),
+        ("1,a,100,-1", "output_tokens is -1"),
         ("1,a,-3,10", "input_tokens is -3"),
         ("x,a,1,1", "t_s is no number: 'x'"),
     ],
@@ -306,3 +306,10 @@ def test_a_line_that_is_no_request_is_refused_with_its_number(
     path.write_text(f"t_s,func,input_tokens,output_tokens\n0,a,1,1\n{line}\n")
     with pytest.raises(TraceError, match=re.escape(f"t.csv:3: {says}")):
         read(path)
+
+
+def test_a_request_without_an_output_counts_as_one_of_a_token(tmp_path: Path) -> None:
+    """Logs have such lines for requests that failed."""
+    path = tmp_path / "t.csv"
+    path.write_text("t_s,func,input_tokens,output_tokens\n1,a,100,0\n")
+    assert [one.output for one in asked(str(path))] == [1]

@@ -15,7 +15,7 @@ _SURPLUS = "\0"
 _NAMED = 6
 """Columns that an error names."""
 _TIME_MOST_S = 1e9
-"""Thirty years: later times are those of a calendar in milliseconds, or a mistake."""
+"""Thirty years: later times are those of a calendar, or a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _blocks(row: Fields) -> Row:
 
 
 def _lengths(row: Fields) -> tuple[int, int]:
-    return _count(row, "input_tokens", 1), _count(row, "output_tokens", 1)
+    return _count(row, "input_tokens", 1), _count(row, "output_tokens", 0)
 
 
 def _count(row: Fields, column: str, least: int) -> int:
