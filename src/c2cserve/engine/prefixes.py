@@ -88,7 +88,8 @@ class PrefixBlocks:
         is its first ones, those that it shares."""
         runs: list[CopyRun] = []
         places: list[int] = []
-        for one, place in zip(action.ids, action.blocks, strict=False):
+        blocks = action.blocks[: len(action.ids)] if isinstance(action, Move) else action.blocks
+        for one, place in zip(action.ids, blocks, strict=True):
             at = place
             for start, stop in self._blocks[one]:
                 size = stop - start

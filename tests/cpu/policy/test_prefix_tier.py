@@ -9,6 +9,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_cases import request, requests, small_slice, spec, world_of
+from slice_world import SliceTestWorld
 
 from c2cserve.core.actions import BringPrefix, DropPrefix, Move, RunStep, SavePrefix, SliceAction
 from c2cserve.core.events import (
@@ -31,6 +32,18 @@ FAST = 1e15
 """A link over which all is quicker than computing."""
 
 
+def ended(
+    drawn: list, seed: int, slabs: int, in_flight: int, park: float, fail: float, host_blocks: int
+) -> SliceTestWorld:
+    """Return a world over such a link, with its books checked after all requests have ended."""
+    world = world_of(
+        drawn, seed, slabs, in_flight, park, fail, host_blocks=host_blocks, link=FAST
+    )  # fmt: skip
+    world.run()
+    world.check_end()
+    return world
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     requests, st.integers(0, 1000), st.integers(2, 12), st.sampled_from([1, 2]),
@@ -39,9 +52,7 @@ FAST = 1e15
 def test_any_requests_find_only_whole_prefixes(
     drawn: list, seed: int, slabs: int, in_flight: int, fail: float, host: int
 ) -> None:
-    world = world_of(drawn, seed, slabs, in_flight, 0.1, fail, host_blocks=host, link=FAST)
-    world.run()
-    world.check_end()
+    world = ended(drawn, seed, slabs, in_flight, 0.1, fail, host_blocks=host)
     assert world.kv.host_bytes == world.kv.prefix_bytes
 
 
@@ -53,9 +64,7 @@ def test_any_requests_find_only_whole_prefixes(
 def test_copies_that_requests_share_with_prefixes_stay_and_go_with_them(
     drawn: list, seed: int, slabs: int, in_flight: int, fail: float, host: int
 ) -> None:
-    world = world_of(drawn, seed, slabs, in_flight, 0.1, fail, host_blocks=host, link=FAST)
-    world.run()
-    world.check_end()
+    world = ended(drawn, seed, slabs, in_flight, 0.1, fail, host_blocks=host)
     tier = world.policy.prefixes
     assert tier is not None
     assert tier.shared_bytes == tier.pinned_bytes == 0
@@ -68,9 +77,7 @@ def test_prefixes_do_come_back_in_such_worlds() -> None:
         ("abc"[i % 3], 150, 4, 0.2 * i, i % 3, 8, 4, None, request("r").slo, False)
         for i in range(30)
     ]
-    world = world_of(drawn, 1, 3, 2, 0.0, 0.0, host_blocks=1000, link=FAST)
-    world.run()
-    world.check_end()
+    world = ended(drawn, 1, 3, 2, 0.0, 0.0, host_blocks=1000)
     assert world.kv.brought > 0
     assert world.policy.prefixes is not None
     assert world.policy.prefixes.hits > 0
@@ -80,9 +87,7 @@ def test_requests_do_share_copies_with_prefixes_in_such_worlds() -> None:
     """Requests that take turns in a small arena come in from what the prefix cache has."""
     slo = Slo(1.0, 0.05)
     drawn = [("a", 150, 40, 0.01 * i, i, 8, 40, None, slo, False) for i in range(8)]
-    world = world_of(drawn, 1, 3, 1, 0.0, 0.0, host_blocks=1000, link=FAST)
-    world.run()
-    world.check_end()
+    world = ended(drawn, 1, 3, 1, 0.0, 0.0, host_blocks=1000)
     assert world.kv.shared > 0
     assert world.kv.copied_again == 0
 

@@ -130,8 +130,9 @@ class PoolBooks:
         """No model was smaller than that."""
         self.outside: dict[str, ModelBook] = {}
         self._urged: dict[str, None] = {}
-        self._loading: dict[str, ModelBook] = {}
         """Those of all models that may be `wanted`."""
+        self._loading: dict[str, ModelBook] = {}
+        """Those of which the load has not ended."""
 
     def added(self, model: ModelBook) -> None:
         """Note a new model, in the pool or not."""
@@ -217,13 +218,11 @@ def unwaited(
 def evictable(models: Iterable[ModelBook], waiting: Collection[str], now: float) -> list[Unused]:
     """Return the models that may leave the pool, as a heap: least often used first. None of them is
     pinned, still loading, in use (with requests running or in `waiting`), or leaves for another."""
-    return unused_of(
-        (
-            m for m in models
-            if m.loaded and not (m.running or m.closing or m.spec.pinned or m.spec.id in waiting)
-        ),
-        now,
+    may_leave = (
+        m for m in models
+        if m.loaded and not (m.running or m.closing or m.spec.pinned or m.spec.id in waiting)
     )  # fmt: skip
+    return unused_of(may_leave, now)
 
 
 def unused_of(models: Iterable[ModelBook], now: float) -> list[Unused]:
