@@ -106,6 +106,34 @@ def test_halves_of_tiles_have_the_bits_of_whole_ones(n: int, m: int, isa: str) -
         assert torch.equal(CpuOps(threads, isa=isa).linear(x, w), whole)
 
 
+@pytest.mark.parametrize("isa", TILED)
+@pytest.mark.parametrize("m", [1, 17])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    # Rows that would share lines of a cache; several ranges for a thread, of tiles and of halves.
+    [(280, 64), (528, 32), (1040, 544), (1016, 544)],
+)
+def test_few_rows_have_the_same_bits_however_far_their_strips_rows_lie_apart(
+    n: int, k: int, m: int, isa: str
+) -> None:
+    x, w = noise(m, k), noise(2 * n, k, seed=1).bfloat16()
+    bias = noise(n, seed=2)
+    alone = torch.cat(
+        [CpuOps(1, isa=isa).linear(x, w[i : i + 8], bias[i : i + 8]) for i in range(0, n, 8)], 1
+    )
+    gated = torch.cat(
+        [
+            CpuOps(1, isa=isa).gated(x, torch.cat([w[i : i + 8], w[n + i : n + i + 8]]))
+            for i in range(0, n, 8)
+        ],
+        1,
+    )
+    for threads in (1, 2, 3):
+        ops = CpuOps(threads, isa=isa)
+        assert torch.equal(ops.linear(x, w[:n], bias), alone)
+        assert torch.equal(ops.gated(x, w), gated)
+
+
 def spread(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x, and weights of very different sizes."""
     sizes = noise(n, k, seed=m + 100).mul(2.0).exp()

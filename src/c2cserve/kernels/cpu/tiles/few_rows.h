@@ -1,17 +1,18 @@
 // `linear` on tiles for up to 32 rows of x: w is read in place, at the speed of memory.
 //
-//               step: 64 bytes of each row
-//   strip  row  0 [#####################|.....................]   a segment is read by steps,
-//   of 16       1 [#####################|.....................]   down all rows and then along them;
-//   outputs    .. [#####################|.....................]   meanwhile the next one is
-//              15 [#####################|.....................]   announced, row by row
-//                  segment: 1 KiB of each row at most
+//   range       row  0 [###########]           a strip has 16 rows that lie `gap` apart. The next
+//   of 16 gap        1 [...........]           strip has the rows that follow them in memory: so
+//   outputs         ..                         16 sequences are read, however short a row is
+//                  gap [###########]
+//              gap + 1 [...........]
+//                   ..
 //
-// Tiles read rows that lie apart, a line of each at a time. A processor's own prefetching follows
-// some 16 or 32 sequences: strips of 64 outputs were read at half of the memory's speed. Where rows
-// lie a power of two apart it fails, too. So the next segment is announced row by row. It lies in
-// the second-level cache when its turn comes.
+// A processor's own prefetching follows some 16 or 32 long sequences. If a strip's rows are neighbours
+// instead, a sequence is no longer than a row.
 #pragma once
+#include <atomic>
+#include <optional>
+
 #include "strips.h"
 
 #if defined(C2C_TILES)
@@ -19,128 +20,137 @@ namespace c2c {
 
 namespace tile_linear {
 
-constexpr int64_t kSegmentSteps = 16;  // of 64 bytes of a row
-constexpr int64_t kHalfTile = 8;       // outputs: the least that threads share out
-constexpr int64_t kNearBytes = 512;    // how far a row's reads are announced to the first level
+constexpr int64_t kHalfTile = 8;   // outputs: the least that threads share out
+constexpr int64_t kNearSteps = 8;  // how far a row's reads are announced
 
-// What is read of w in place: a strip of rows, and those of the strip after it, if there is one.
-struct InPlace {
-  const uint8_t* at;
-  int64_t row_bytes, steps, rows;
-  const uint8_t* after;
-  int64_t after_rows;
-};
-
-// The segments of a strip, of equal lengths but for rounding. The last one is followed by the first
-// of the strip after it, which has as many steps.
-struct Segments {
-  const InPlace& w;
-  int64_t count;
-
-  explicit Segments(const InPlace& strip)
-      : w(strip), count((strip.steps + kSegmentSteps - 1) / kSegmentSteps) {}
-  int64_t begin(int64_t segment) const { return w.steps * segment / count; }
-  const uint8_t* next(int64_t segment) const {
-    return segment + 1 == count ? w.after : w.at + begin(segment + 1) * tiles::kLine;
-  }
-  int64_t next_rows(int64_t segment) const { return segment + 1 == count ? w.after_rows : w.rows; }
-  int64_t next_steps(int64_t segment) const {
-    return segment + 1 == count ? begin(1) : begin(segment + 2) - begin(segment + 1);
-  }
-};
-
-// A strip of NA x 16 outputs for NB x 16 rows of x.
-template <int NA, int NB>
-class TileUnit {
+// What threads take of the outputs, one range after another: whole tiles, or halves of them.
+class Ranges {
  public:
-  explicit TileUnit(const TiledX& x) : line_(4 * x.columns), hop_(x.step_size()) {
-    for (int b = 0; b < NB; ++b) x_[b] = x.tile(b);
-    Chain<NA, NB>::begin(nullptr);
+  Ranges(const LinearArgs& a, int64_t threads) {
+    const int64_t halves = a.n / kHalfTile, bytes = a.n * a.k * (a.gated ? 4 : 2);
+    const int64_t each = std::clamp<int64_t>(bytes / threads / kRangeBytes, 1, kRangesMost);
+    count_ = threads == 1 ? 1 : threads * each;
+    // If a thread takes one range of few tiles, one tile more or less is much of it.
+    const bool uneven = each == 1 && halves % (2 * threads) != 0 && halves <= 32 * threads;
+    unit_ = halves % 2 != 0 || (threads > 1 && uneven) ? kHalfTile : kTile;
+    units_ = halves * kHalfTile / unit_;
+    count_ = std::min(count_, units_);
   }
-  void step(const uint8_t* w, int64_t row_bytes) {
-    Chain<NA, NB>::step(w, {w, row_bytes, kTile * row_bytes, tiles::kLine}, x_, line_);
-    for (int b = 0; b < NB; ++b) x_[b] += hop_;
-  }
-  void end(float* sums) { Chain<NA, NB>::end(sums); }
+  int64_t count() const { return count_; }
+  int64_t begin(int64_t range) const { return units_ * range / count_ * unit_; }
 
  private:
-  const bf16* x_[NB];
-  int64_t line_, hop_;
+  static constexpr int64_t kRangeBytes = 128 << 10, kRangesMost = 32;  // of a thread
+  int64_t unit_, units_, count_;
 };
 
-// All of a strip.
-template <int NA, int NB>
-inline void walk_in_place(TileUnit<NA, NB>& unit, const InPlace& w) {
-  const Segments cuts(w);
-  for (int64_t s = 0; s < cuts.count; ++s) {
-    const int64_t end = cuts.begin(s + 1);
-    Announcer upcoming(cuts.next(s), w.row_bytes, cuts.next_rows(s), cuts.next_steps(s));
-    for (int64_t k = cuts.begin(s); k < end; ++k) {
-      const uint8_t* at = w.at + k * tiles::kLine;
-      upcoming.announce(w.rows);
-      for (int64_t r = 0; r < w.rows; ++r) prefetch(at + kNearBytes + r * w.row_bytes);
-      unit.step(at, w.row_bytes);
+// `gap` strips of `rows` outputs. The first has outputs n, n + gap, n + 2 gap and so on, the next one
+// those behind them.
+struct Spread {
+  int64_t n, gap, rows;
+
+  int64_t end() const { return n + gap * rows; }
+};
+
+// A thread's strips, range by range.
+template <int NB>
+class FewRows {
+ public:
+  FewRows(const LinearArgs& a, const TiledX& x)
+      : a_(a), x_(x), row_bytes_(a.w_stride * int64_t(sizeof(bf16))),
+        sums_(Buffers::of_thread().sums) {}
+
+  // Outputs [n, n1), halves of tiles. Those of [after, end) are read next, if there are any.
+  void multiply(int64_t n, int64_t n1, int64_t after, int64_t end) {
+    for (Spread now = first(n, n1), next; now.gap > 0; now = next) {
+      next = first(now.end(), n1);
+      multiply(now, next.gap > 0 ? next : first(after, end));
     }
-    upcoming.announce(upcoming.left());
   }
-}
 
-// Rows of w from output `n` on, as many as a strip has, or what is left of whole halves of tiles.
-inline int64_t strip_rows(int64_t n, int64_t n1, int64_t whole) {
-  return std::min(whole, (n1 - n) / kHalfTile * kHalfTile);
-}
+ private:
+  // Where rows of a tile begin, and how far they lie apart.
+  struct Rows {
+    const uint8_t* at;
+    int64_t apart;
+  };
 
-// Outputs [n, n1) by strips of `whole`, which are NA tiles or half of one; returns where they end.
-template <int NA, int NB>
-int64_t strips_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1, int64_t whole,
-                        Buffers& buffers) {
-  const int64_t row_bytes = a.w_stride * int64_t(sizeof(bf16));
-  for (; n + whole <= n1; n += whole) {
-    const auto *w = static_cast<const uint8_t*>(a.w) + n * row_bytes, *after = w + whole * row_bytes;
-    TileUnit<NA, NB> unit(x);
-    walk_in_place(unit, {w, row_bytes, x.steps, whole, after, strip_rows(n + whole, n1, whole)});
-    unit.end(buffers.sums);
-    write_strip(a, Strip(a, n, n + whole), buffers.sums, NB, 0);
+  // The first of [n, n1): as many whole tiles as can be, or half of one.
+  Spread first(int64_t n, int64_t n1) const {
+    const int64_t tiles = (n1 - n) / kTile;
+    if (tiles == 0) return {n, (n1 - n) / kHalfTile, kHalfTile};
+    return {n, crowded(tiles) ? tiles - 1 : tiles, kTile};
   }
-  return n;
-}
 
-// The same for a gated product: gates of a tile or half of one, then their ups.
+  // Whether rows that lie so far apart would share a few lines of the first-level cache, where rows
+  // less far apart do not.
+  bool crowded(int64_t gap) const {
+    constexpr int64_t kSets = 64;
+    const int64_t lines = row_bytes_ / tiles::kLine;
+    return gap > 1 && gap * lines % (kSets / 2) == 0 && lines % (kSets / 2) != 0;
+  }
+
+  Rows strip(const Spread& of, int64_t j) const {
+    const auto* w = static_cast<const uint8_t*>(a_.w);
+    return {w + (of.n + j) * row_bytes_, of.gap * row_bytes_};
+  }
+
+  void multiply(const Spread& now, const Spread& next) {
+    if (now.rows != rows_) session_.emplace(int(x_.columns), int(rows_ = now.rows));
+    for (int64_t j = 0; j < now.gap; ++j) {
+      const Rows w = strip(now, j), after = j + 1 < now.gap ? strip(now, j + 1) : strip(next, 0);
+      walk(w, after, sums_);
+      if (a_.gated) {
+        const int64_t ups = a_.n * row_bytes_;
+        walk({w.at + ups, w.apart}, {after.at + ups, after.apart}, sums_ + NB * kTile * kTile);
+      }
+      write_strip(a_, Strip(a_, now.n + j, now.n + j + now.rows, now.gap), sums_, NB, 0);
+    }
+  }
+
+  void walk(const Rows& w, const Rows& after, float* sums) const {
+    const bf16* x[NB];
+    for (int b = 0; b < NB; ++b) x[b] = x_.tile(b);
+    Chain<1, NB>::begin(nullptr);
+    for (int64_t k = 0; k < x_.steps; ++k) {
+      const int64_t near = k + kNearSteps, beyond = near - x_.steps;
+      announce(beyond < 0 ? w : after, beyond < 0 ? near : std::min(beyond, x_.steps - 1));
+      const uint8_t* line = w.at + k * tiles::kLine;
+      Chain<1, NB>::step(line, {line, w.apart, 0, tiles::kLine}, x, 4 * x_.columns);
+      for (int b = 0; b < NB; ++b) x[b] += x_.step_size();
+    }
+    Chain<1, NB>::end(sums);
+  }
+
+  // A line of each row, into the first-level cache.
+  void announce(const Rows& w, int64_t step) const {
+    const uint8_t* line = w.at + step * tiles::kLine;
+    for (int64_t r = 0; r < rows_; ++r, line += w.apart) prefetch(line);
+  }
+
+  const LinearArgs& a_;
+  const TiledX& x_;
+  const int64_t row_bytes_;
+  float* const sums_;
+  int64_t rows_ = 0;  // that tiles are configured for
+  std::optional<tiles::Session> session_;
+};
+
+// All outputs that fill halves of tiles. A thread that is slower, or is held up, takes fewer ranges.
+// It takes the next one before it begins one: reading goes on from one to the other.
 template <int NB>
-int64_t gated_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1, int64_t whole,
-                       Buffers& buffers) {
-  const int64_t row_bytes = a.w_stride * int64_t(sizeof(bf16));
-  for (; n + whole <= n1; n += whole) {
-    const auto* gates = static_cast<const uint8_t*>(a.w) + n * row_bytes;
-    const auto *ups = gates + a.n * row_bytes, *after = gates + whole * row_bytes;
-    TileUnit<1, NB> gate(x);
-    walk_in_place(gate, {gates, row_bytes, x.steps, whole, ups, whole});
-    gate.end(buffers.sums);
-    TileUnit<1, NB> up(x);
-    walk_in_place(up, {ups, row_bytes, x.steps, whole, after, strip_rows(n + whole, n1, whole)});
-    up.end(buffers.sums + NB * kTile * kTile);
-    write_strip(a, Strip(a, n, n + whole), buffers.sums, NB, 0);
-  }
-  return n;
-}
-
-// Outputs [n, n1) by strips of a tile, or of half of one; returns where they end.
-template <int NB>
-int64_t narrow_strips_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
-                               int64_t whole, Buffers& buffers) {
-  const tiles::Session session(int(x.columns), int(whole));
-  if (a.gated) return gated_in_place<NB>(a, x, n, n1, whole, buffers);
-  if constexpr (NB == 2)
-    if (whole == kTile) n = strips_in_place<2, NB>(a, x, n, n1, 2 * kTile, buffers);
-  return strips_in_place<1, NB>(a, x, n, n1, whole, buffers);
-}
-
-// Outputs [n, n1) by whole tiles, then half of one; returns where they end.
-inline int64_t tiles_in_place(const LinearArgs& a, const TiledX& x, int64_t n, int64_t n1,
-                              Buffers& buffers) {
-  const auto strips = a.m <= kTile ? narrow_strips_in_place<1> : narrow_strips_in_place<2>;
-  n = strips(a, x, n, n1, kTile, buffers);
-  return n + kHalfTile <= n1 ? strips(a, x, n, n1, kHalfTile, buffers) : n;
+void few_rows(ThreadPool& pool, const LinearArgs& a, const TiledX& x, int64_t threads) {
+  const Ranges ranges(a, threads);
+  const int64_t count = ranges.count(), parts = std::min(threads, count);
+  std::atomic<int64_t> taken{parts};
+  pool.run(int(parts), [&](int part, int) {
+    FewRows<NB> rows(a, x);
+    for (int64_t range = part, next; range < count; range = next) {
+      next = count > parts ? taken.fetch_add(1, std::memory_order_relaxed) : count;
+      rows.multiply(ranges.begin(range), ranges.begin(range + 1),
+                    ranges.begin(std::min(next, count)), ranges.begin(std::min(next + 1, count)));
+    }
+  });
 }
 
 }  // namespace tile_linear

@@ -34,6 +34,13 @@ inline int64_t block_rows(const TiledX& x) {
   return kWholeBytes / (2 * x.steps * tiles::kBytes) * 2 * kTile;
 }
 
+constexpr int64_t kWorthHelpers = 100'000;  // multiplications: waking helpers takes longer
+
+// As tiles count them: one with fewer rows of x takes as long.
+inline int64_t multiplications(const LinearArgs& a) {
+  return (a.m + kTile - 1) / kTile * a.n * a.k * (a.gated ? 2 : 1);
+}
+
 // Into how many blocks of rows the work is cut: one, unless strips alone would leave threads idle.
 inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int threads) {
   const int64_t strips = (a.n + strip_outputs(a) - 1) / strip_outputs(a);
@@ -49,38 +56,26 @@ inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int threads) {
   return best;
 }
 
-// Outputs that few rows are shared out by: whole tiles, but halves where one tile more or less is
-// much of what a thread has.
-inline int64_t few_rows_unit(const LinearArgs& a, int64_t ranges) {
-  const int64_t strips = (a.n + kTile - 1) / kTile;
-  return strips % ranges == 0 || strips > 16 * ranges ? kTile : kHalfTile;
-}
-
 // Outputs [n0, n1) of rows [m0, m1).
 inline void outputs(const LinearArgs& a, const TiledX& x, bool in_place, int64_t m0, int64_t m1,
                     int64_t n0, int64_t n1) {
-  Buffers& buffers = Buffers::of_thread();
-  if (a.m <= kFewRows && a.k % kStepColumns == 0) n0 = tiles_in_place(a, x, n0, n1, buffers);
-  if (n0 == n1) return;
   const tiles::Session session(int(x.columns));
-  RowsBlock(a, x, in_place, m0, m1, buffers).outputs(n0, n1);
+  RowsBlock(a, x, in_place, m0, m1, Buffers::of_thread()).outputs(n0, n1);
 }
 
-inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
-  const TiledX x = pack(pool, a);
+// More rows than a few, or columns that fill no tile.
+inline void many_rows(ThreadPool& pool, const LinearArgs& a, const TiledX& x, int64_t threads) {
   const bool in_place = !pool.copies_strips && rows_in_place(a);
-  const int64_t rows_most = block_rows(x), threads = pool.size();
-  const int64_t tile_rows = (a.m + kTile - 1) / kTile;
-  const int64_t work = tile_rows * a.n * a.k * (a.gated ? 2 : 1);
-  if (threads == 1 || work < 100'000) {
+  const int64_t rows_most = block_rows(x);
+  if (threads == 1) {
     for (int64_t m = 0; m < a.m; m += rows_most)
       outputs(a, x, in_place, m, std::min(m + rows_most, a.m), 0, a.n);
     return;
   }
+  const int64_t tile_rows = (a.m + kTile - 1) / kTile, work = multiplications(a);
   const int64_t blocks = row_blocks(a, rows_most, int(threads)), pairs = (tile_rows + 1) / 2;
   const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
-  const int64_t most = (threads * fine + blocks - 1) / blocks;
-  const int64_t unit = a.m <= kFewRows ? few_rows_unit(a, most) : strip_outputs(a);
+  const int64_t most = (threads * fine + blocks - 1) / blocks, unit = strip_outputs(a);
   const int64_t units = (a.n + unit - 1) / unit, ranges = std::min<int64_t>(units, most);
   pool.each(blocks * ranges, [&](int64_t i) {
     const int64_t block = i / ranges, range = i % ranges;
@@ -90,6 +85,16 @@ inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
     const int64_t n1 = std::min(units * (range + 1) / ranges * unit, a.n);
     if (m0 < m1 && n0 < n1) outputs(a, x, in_place, m0, m1, n0, n1);
   });
+}
+
+inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
+  const TiledX x = pack(pool, a);
+  const int64_t threads = multiplications(a) < kWorthHelpers ? 1 : pool.size();
+  if (a.m > kFewRows || a.k % kStepColumns != 0) return many_rows(pool, a, x, threads);
+  const auto few = a.m <= kTile ? few_rows<1> : few_rows<2>;
+  if (a.n >= kHalfTile) few(pool, a, x, threads);
+  const int64_t done = a.n / kHalfTile * kHalfTile;  // the rest fills no half of a tile
+  if (done < a.n) outputs(a, x, rows_in_place(a), 0, a.m, done, a.n);
 }
 
 }  // namespace tile_linear

@@ -48,11 +48,11 @@ class StripCopy {
   int64_t left() const { return rows_ * lines_ - line_; }
 
  private:
-  static constexpr int64_t kEarlyBytes = 2048;  // how far reads are announced
+  static constexpr int64_t kEarlyRows = 4;  // how far reads are announced
 
   void copy_lines(uint8_t* to, const uint8_t* from, int64_t count) const {
     for (int64_t l = 0; l < count; ++l, from += tiles::kLine, to += hop_) {
-      prefetch_early(from + kEarlyBytes);
+      prefetch_early(from + kEarlyRows * row_bytes_);
       std::memcpy(to, from, tiles::kLine);
     }
   }

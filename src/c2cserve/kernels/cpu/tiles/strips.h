@@ -63,53 +63,28 @@ struct Chain {
   }
 };
 
-// Lines of w that are read later, row by row: memory is read fastest in sequence. They are
-// announced little by little, into the second-level cache.
-class Announcer {
- public:
-  Announcer() = default;
-  Announcer(const uint8_t* at, int64_t row_bytes, int64_t rows, int64_t lines)
-      : at_(at), row_bytes_(row_bytes), rows_(at ? rows : 0), lines_(lines) {}
-
-  void announce(int64_t count) {
-    while (count > 0 && rows_ > 0) {
-      const int64_t run = std::min(count, lines_ - line_);
-      for (int64_t l = line_; l < line_ + run; ++l) prefetch_early(at_ + l * tiles::kLine);
-      count -= run;
-      line_ += run;
-      if (line_ < lines_) return;
-      line_ = 0;
-      at_ += row_bytes_;
-      --rows_;
-    }
-  }
-  int64_t left() const { return rows_ * lines_ - line_; }
-
- private:
-  const uint8_t* at_ = nullptr;
-  int64_t row_bytes_ = 0, rows_ = 0, lines_ = 1, line_ = 0;
-};
-
 // Outputs of a strip: of a gated product, one tile has their gates and the other their ups.
 inline int64_t strip_outputs(const LinearArgs& a) { return a.gated ? kTile : kStripTiles * kTile; }
 
-// Outputs [n, n + count), as many tiles as hold them, and their biases.
+// Outputs [n, n + count), as many tiles as hold them, and their biases. Those of a lone tile may lie
+// `gap` apart instead.
 struct Strip {
   int64_t n, count;
   int tiles;
   int64_t hop;  // rows of w from a tile's first to the next tile's
+  int64_t gap;
   bool gated, biased;
   float bias[kStripTiles * kTile];
 
-  Strip(const LinearArgs& a, int64_t from, int64_t to)
+  Strip(const LinearArgs& a, int64_t from, int64_t to, int64_t apart = 1)
       : n(from), count(to - from), tiles(a.gated ? 2 : int((count + kTile - 1) / kTile)),
-        hop(a.gated ? a.n : kTile), gated(a.gated), biased(a.bias) {
+        hop(a.gated ? a.n : kTile), gap(apart), gated(a.gated), biased(a.bias) {
     for (int j = 0; biased && j < tiles * kTile; ++j)
       bias[j] = holds(j) ? bias_at(a, row(j)) : 0.0f;
   }
 
   // Row `j` of the tiles, as a row of w, and whether there is one.
-  int64_t row(int j) const { return n + j / kTile * hop + j % kTile; }
+  int64_t row(int j) const { return n + j / kTile * hop + j % kTile * gap; }
   bool holds(int j) const { return (gated ? j % kTile : j) < count; }
 };
 
@@ -123,12 +98,14 @@ inline void turn_tile(const Strip& strip, int tile, const float* sums, int64_t r
       store(out + i * kTile + j, add(load(out + i * kTile + j), load(bias + j)));
 }
 
-// Columns [n, n + count) of rows [m, m + rows) of the output.
-inline void write_rows(const LinearArgs& a, const float* turned, int64_t n, int64_t count,
-                       int64_t m, int64_t rows) {
+// `count` outputs of a strip's tile, from n on, of rows [m, m + rows).
+inline void write_rows(const LinearArgs& a, const Strip& strip, const float* turned, int64_t n,
+                       int64_t count, int64_t m, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) {
     float* out = a.out + (m + i) * a.out_stride + n;
-    if (count == kTile)
+    if (strip.gap > 1)
+      for (int64_t j = 0; j < count; ++j) out[j * strip.gap] = turned[i * kTile + j];
+    else if (count == kTile)
       std::memcpy(out, turned + i * kTile, kTile * sizeof(float));
     else
       std::memcpy(out, turned + i * kTile, size_t(count) * sizeof(float));
@@ -140,7 +117,7 @@ inline void write_tile(const LinearArgs& a, const Strip& strip, int tile, const 
   alignas(64) float turned[kTile * kTile];
   turn_tile(strip, tile, sums, rows, turned);
   const int64_t n = tile * kTile;
-  write_rows(a, turned, strip.n + n, std::min<int64_t>(kTile, strip.count - n), m, rows);
+  write_rows(a, strip, turned, strip.n + n, std::min<int64_t>(kTile, strip.count - n), m, rows);
 }
 
 // Tiles of gates and ups, of the same rows of x.
@@ -151,7 +128,7 @@ inline void write_gated(const LinearArgs& a, const Strip& strip, const float* ga
   turn_tile(strip, 1, ups, rows, up);
   for (int64_t i = 0; i < rows; ++i)
     silu_mul_row(gate + i * kTile, gate + i * kTile, up + i * kTile, kTile);
-  write_rows(a, gate, strip.n, strip.count, m, rows);
+  write_rows(a, strip, gate, strip.n, strip.count, m, rows);
 }
 
 // out = sums + bias, for `count` outputs of 16 rows of x.
