@@ -10,6 +10,8 @@
 //   kPanel    [n1 ########|########|####]      MR rows of x: MR x NR accumulators in registers
 //   x  block  [m0 ########|########|####]
 //   kRows     [.. a step of the block stays in the second-level cache ..]
+//
+// Few rows of x take all of K at once, with rows of w that lie far apart (`spread_tile`).
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -22,15 +24,20 @@
 
 namespace c2c {
 
-constexpr int kLoneNr = 6;             // rows of w together when there is one row of x
+constexpr int kStreams = 6;            // rows of w together, at most, that few rows of x meet
 constexpr int64_t kRows = 64;          // rows of x that meet a row of w before it leaves the cache
 constexpr int64_t kPanel = 24;         // rows of w per visit: whole strips
 constexpr int64_t kGatedPanel = 48;    // gates per visit, and as many ups: whole panels and vectors
 constexpr int64_t kDepth = 1024;       // columns per visit, or more for tiles of few rows:
 constexpr int64_t kTileBytes = 24576;  // a tile of x stays in the first-level cache
-constexpr int64_t kAheadBytes = 1024;  // how far a lone row's reads are announced
+constexpr int64_t kAheadBytes = 1024;  // how far reads are announced for few rows of x
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
+#if defined(__AVX512F__)
+constexpr int kRegisters = 32, kSpreadRows = 6;  // rows of x: few, at most
+#else
+constexpr int kRegisters = 16, kSpreadRows = 4;
+#endif
 template <typename T>
 constexpr int kLines = 2 * kPair * int(sizeof(T)) / int(kLine);  // of w in two pairs
 
@@ -43,24 +50,22 @@ struct Visit {
   int64_t ahead, pace;
 };
 
-inline void finish(const LinearArgs& a, int64_t m, int64_t n, vec acc) {
-  float value = sum(acc);
-  a.out[m * a.out_stride + n] = a.bias ? value + bias_at(a, n) : value;
-}
-
-// A whole tile: the sums of many accumulators together cost less than one by one.
+// A whole tile, whose outputs lie `gap` apart: the sums of many accumulators together cost less than
+// one by one.
 template <int MR, int NR>
 C2C_INLINE inline void finish_tile(const LinearArgs& a, int64_t m, int64_t n,
-                                   const vec (&acc)[MR][NR]) {
+                                   const vec (&acc)[MR][NR], int64_t gap = 1) {
   float sums[MR * NR], bias[NR];
   vec all[MR * NR];  // a copy: accumulators whose address is taken are not left in registers
   unrolled<MR * NR>([&](auto i) C2C_INLINE { all[i] = acc[i / NR][i % NR]; });
   sum_all<MR * NR>(sums, all);
-  for (int j = 0; j < NR; ++j) bias[j] = a.bias ? bias_at(a, n + j) : 0.0f;
+  for (int j = 0; j < NR; ++j) bias[j] = a.bias ? bias_at(a, n + j * gap) : 0.0f;
   for (int i = 0; i < MR; ++i) {
     float* out = a.out + (m + i) * a.out_stride + n;
     if (a.bias)
-      for (int j = 0; j < NR; ++j) out[j] = sums[i * NR + j] + bias[j];
+      for (int j = 0; j < NR; ++j) out[j * gap] = sums[i * NR + j] + bias[j];
+    else if (gap > 1)
+      for (int j = 0; j < NR; ++j) out[j * gap] = sums[i * NR + j];
     else
       std::memcpy(out, sums + i * NR, sizeof(float) * NR);
   }
@@ -134,26 +139,26 @@ void tile(const LinearArgs& a, const Visit& v, const Factor<T>* x, int64_t m, in
   unrolled<MR * NR>([&](auto i) C2C_INLINE { store(parked + i * kLanes, acc[i / NR][i % NR]); });
 }
 
-// One row of x: NR streams of w that lie `gap` rows apart, so that each reads memory in sequence.
+// A few rows of x: NR streams of w that lie `gap` rows apart, so that each reads memory in sequence.
 // Each is announced a fixed distance ahead, over the row's end into its next row.
-template <typename T, int NR>
-void lone_tile(const LinearArgs& a, const Factor<T>* x, int64_t n, int64_t gap) {
-  vec acc[1][NR];
+template <typename T, int MR, int NR>
+void spread_tile(const LinearArgs& a, const Factor<T>* x, int64_t n, int64_t gap) {
+  vec acc[MR][NR];
   const T* w[NR];
   const char *here[NR], *next[NR];
   const int64_t distance = kAheadBytes / int64_t(sizeof(T));
   const int64_t turn = a.k > distance ? (a.k - distance) / (2 * kPair) * (2 * kPair) : 0;
   for (int j = 0; j < NR; ++j) {
-    acc[0][j] = zero();
     w[j] = static_cast<const T*>(a.w) + (n + j * gap) * a.w_stride;
     here[j] = reinterpret_cast<const char*>(w[j] + distance);
     next[j] = reinterpret_cast<const char*>(w[j] + a.w_stride);
   }
+  unrolled<MR * NR>([&](auto i) C2C_INLINE { acc[i / NR][i % NR] = zero(); });
   const int64_t line = 2 * kPair * int64_t(sizeof(T));
   int64_t k = walk<T, kLines<T>>(acc, x, w, 0, turn, here, line);
-  k = walk<T, kLines<T>>(acc, x + k, w, k, a.k, next, line);
-  if (k < a.k) walk_tail<T, 1, NR>(acc, x + k, w, k, int(a.k - k));
-  for (int j = 0; j < NR; ++j) finish(a, 0, n + j * gap, acc[0][j]);
+  k = walk<T, kLines<T>>(acc, x + k * MR, w, k, a.k, next, line);
+  if (k < a.k) walk_tail<T, MR, NR>(acc, x + k * MR, w, k, int(a.k - k));
+  finish_tile<MR, NR>(a, 0, n, acc, gap);
 }
 
 template <typename T, int NR, int MR>
@@ -279,23 +284,28 @@ void linear_columns(const LinearArgs& a, const Packed<T>& x, int64_t n0, int64_t
   }
 }
 
-template <typename T>
-void lone_columns(const LinearArgs& a, const Factor<T>* x, int64_t n0, int64_t n1) {
-  const int64_t gap = (n1 - n0) / kLoneNr;
-  for (int64_t n = n0; n < n0 + gap; ++n) lone_tile<T, kLoneNr>(a, x, n, gap);
-  for (int64_t n = n0 + gap * kLoneNr; n < n1; ++n) lone_tile<T, 1>(a, x, n, 1);
+template <typename T, int MR = kSpreadRows>
+void spread_columns(const LinearArgs& a, const Factor<T>* x, int64_t n0, int64_t n1) {
+  static_assert(MR <= Dot<T>::kMr, "all rows of x are packed as one tile");
+  if constexpr (MR > 1)
+    if (a.m < MR) return spread_columns<T, MR - 1>(a, x, n0, n1);
+  constexpr int kNr = std::min(kStreams, (kRegisters - 1) / (MR + 1));
+  const int64_t gap = (n1 - n0) / kNr;
+  for (int64_t n = n0; n < n0 + gap; ++n) spread_tile<T, MR, kNr>(a, x, n, gap);
+  for (int64_t n = n0 + gap * kNr; n < n1; ++n) spread_tile<T, MR, 1>(a, x, n, 1);
 }
 
+// Gates, then ups, of few rows of x.
 template <typename T>
-void gated_lone_columns(const LinearArgs& a, const Factor<T>* x, int64_t n0, int64_t n1) {
+void gated_spread_columns(const LinearArgs& a, const Factor<T>* x, int64_t n0, int64_t n1) {
   thread_local std::vector<float> halves;
   const int64_t count = n1 - n0;
-  halves.resize(size_t(2 * count));
-  for (int half = 0; half < 2; ++half) {
-    float* out = halves.data() + half * count;
-    lone_columns<T>(part_of<T>(a, half * a.n + n0, count, out, count), x, 0, count);
-  }
-  silu_mul_row(a.out + n0, halves.data(), halves.data() + count, count);
+  halves.resize(size_t(2 * a.m * count));
+  float* ups = halves.data() + a.m * count;
+  spread_columns<T>(part_of<T>(a, n0, count, halves.data(), count), x, 0, count);
+  spread_columns<T>(part_of<T>(a, a.n + n0, count, ups, count), x, 0, count);
+  for (int64_t m = 0; m < a.m; ++m)
+    silu_mul_row(a.out + m * a.out_stride + n0, halves.data() + m * count, ups + m * count, count);
 }
 
 template <typename T>
@@ -327,10 +337,10 @@ void linear_typed(ThreadPool& pool, const LinearArgs& a) {
     int64_t per = ((a.n + all - 1) / all + 7) / 8 * 8;  // halves of the output's cache lines
     int64_t n0 = per * part, n1 = std::min(n0 + per, a.n);
     if (n0 >= n1) return;
-    if (a.m == 1 && a.gated)
-      gated_lone_columns<T>(a, x.data, n0, n1);
-    else if (a.m == 1)
-      lone_columns<T>(a, x.data, n0, n1);
+    if (a.m <= kSpreadRows && a.gated)
+      gated_spread_columns<T>(a, x.data, n0, n1);
+    else if (a.m <= kSpreadRows)
+      spread_columns<T>(a, x.data, n0, n1);
     else
       linear_columns<T>(a, x, n0, n1);
   });
