@@ -82,12 +82,9 @@ class FewRows {
     return {n, crowded(tiles) ? tiles - 1 : tiles, kTile};
   }
 
-  // Whether rows that lie so far apart would share a few lines of the first-level cache, where rows
-  // less far apart do not.
+  // Whether rows that lie so far apart share lines of the cache, where rows less far apart do not.
   bool crowded(int64_t gap) const {
-    constexpr int64_t kSets = 64;
-    const int64_t lines = row_bytes_ / tiles::kLine;
-    return gap > 1 && gap * lines % (kSets / 2) == 0 && lines % (kSets / 2) != 0;
+    return gap > 1 && share_lines(gap * row_bytes_) && !share_lines(row_bytes_);
   }
 
   Rows strip(const Spread& of, int64_t j) const {

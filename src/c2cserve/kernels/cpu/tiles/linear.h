@@ -93,8 +93,8 @@ inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
   if (a.m > kFewRows || a.k % kStepColumns != 0) return many_rows(pool, a, x, threads);
   const auto few = a.m <= kTile ? few_rows<1> : few_rows<2>;
   if (a.n >= kHalfTile) few(pool, a, x, threads);
-  const int64_t done = a.n / kHalfTile * kHalfTile;  // the rest fills no half of a tile
-  if (done < a.n) outputs(a, x, rows_in_place(a), 0, a.m, done, a.n);
+  const int64_t done = a.n / kHalfTile * kHalfTile;  // the rest fills no half of a tile: it is copied
+  if (done < a.n) outputs(a, x, false, 0, a.m, done, a.n);
 }
 
 }  // namespace tile_linear

@@ -53,12 +53,10 @@ inline int64_t chunk_steps(int64_t steps, int64_t pairs) {
   return (steps + chunks - 1) / chunks;
 }
 
-// Whether tiles read rows of w where they lie. If they are many lines of a power of two apart, few
-// lines of the first-level cache would serve them all: they are copied.
+// Whether tiles read rows of w where they lie. Rows that share lines of the cache are copied.
 inline bool rows_in_place(const LinearArgs& a) {
-  constexpr int64_t kSets = 64;  // of that cache
-  const int64_t lines = a.w_stride * int64_t(sizeof(bf16)) / tiles::kLine;
-  return a.k % kStepColumns == 0 && a.w_stride % kStepColumns == 0 && lines % (kSets / 2) != 0;
+  return a.k % kStepColumns == 0 && a.w_stride % kStepColumns == 0 &&
+         !share_lines(a.w_stride * int64_t(sizeof(bf16)));
 }
 
 // A block of rows of x with a range of outputs.

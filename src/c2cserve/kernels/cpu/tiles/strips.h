@@ -63,6 +63,12 @@ struct Chain {
   }
 };
 
+// Whether rows that lie so many bytes apart share a few lines of the first-level cache.
+inline bool share_lines(int64_t bytes) {
+  constexpr int64_t kSets = 64;  // of that cache
+  return bytes / tiles::kLine % (kSets / 2) == 0;
+}
+
 // Outputs of a strip: of a gated product, one tile has their gates and the other their ups.
 inline int64_t strip_outputs(const LinearArgs& a) { return a.gated ? kTile : kStripTiles * kTile; }
 
