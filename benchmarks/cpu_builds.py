@@ -30,6 +30,7 @@ from gpu_models import config_of
 from report import report
 from torch import Tensor
 
+from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.kernels import native
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.layer import (
@@ -91,7 +92,7 @@ class Step:
         self.weights, kv = weights, weights.kv
         blocks = -(-context // BLOCK_TOKENS)
         if arena is None:
-            arena = torch.zeros(seqs * blocks * kv.block_bytes, dtype=torch.uint8)
+            arena = make_arena(seqs * blocks * kv.block_bytes).zero_()  # as a server's
         self.arena = arena
         order = torch.randperm(seqs * blocks, generator=torch.Generator().manual_seed(0))
         table = (order * kv.block_bytes).view(seqs, blocks)

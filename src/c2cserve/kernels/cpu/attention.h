@@ -186,7 +186,7 @@ inline void end_rows(const AttentionArgs& a, const Task& task, const RowState* r
       if (a.tiled_out) {
         float line[kHeadMax];
         for (int64_t d = 0; d < dim; ++d) line[d] = rows->acc[d] / rows->total;
-        const tile_linear::TiledRow out(a.tiled_out, a.heads * dim, task.query + i);
+        const tile_linear::TiledRow out(a.tiled_out, a.tokens, a.heads * dim, task.query + i);
         out.write(column, line, dim);
         continue;
       }

@@ -68,6 +68,7 @@ class LayerRunner {
   // Layers in order, `hidden` in place. A fault is of token or sequence `where`: those that lie
   // outside of what there is are found before anything is written.
   Fault run(const LayerRecord* layers, int64_t count, int64_t* where) {
+    const ThreadPool::Awake awake(pool_);
     reserve(layers, count);
     if (Fault fault = misplaced(layers[0], where); fault != Fault::none) return fault;
     for (int64_t i = 0; i < count; ++i) {
@@ -90,6 +91,7 @@ class LayerRunner {
 
   // The first half of a layer; `out` becomes what its second half begins with.
   Fault run_attention(const LayerRecord& layer, float* out, int64_t* where) {
+    const ThreadPool::Awake awake(pool_);
     reserve(&layer, 1);
     if (Fault fault = misplaced(layer, where); fault != Fault::none) return fault;
     norm(layer.input_norm, nullptr, packs(layer));
@@ -122,10 +124,19 @@ class LayerRunner {
     return Fault::none;
   }
 
-  // Whether operators write many rows as the next product's tiles read them.
+  // Whether operators write rows as the next product's tiles read them.
   bool packs([[maybe_unused]] const LayerRecord& l) const {
 #if defined(C2C_TILES)
-    return Dtype(l.dtype) == Dtype::bf16 && rows_ > tile_linear::kFewRows;
+    return Dtype(l.dtype) == Dtype::bf16;
+#else
+    return false;
+#endif
+  }
+
+  // Attention does so with many rows. Threads that wrote few of them would share each line.
+  bool packs_attended([[maybe_unused]] const LayerRecord& l, [[maybe_unused]] bool fewer) const {
+#if defined(C2C_TILES)
+    return packs(l) && !fewer && s_.tokens > tile_linear::kFewRows;
 #else
     return false;
 #endif
@@ -137,10 +148,9 @@ class LayerRunner {
   // Floats that lie between a layer's products.
   int64_t between(const LayerRecord& l, bool last) const {
     const bool fewer = last && narrows();
-    const int64_t attending = l.qkv.rows + (packs(l) && !fewer ? 0 : l.o.columns);
+    const int64_t attending = l.qkv.rows + (packs_attended(l, fewer) ? 0 : l.o.columns);
     if (l.sparse()) return s_.tokens * std::max(attending, l.router.rows);
-    const int64_t in_rows = packs(l) ? (fewer ? s_.wanted_rows : 0) : s_.tokens;
-    return std::max(s_.tokens * attending, in_rows * l.down.columns);
+    return s_.tokens * std::max(attending, packs(l) ? 0 : l.down.columns);
   }
 
   // The same of tiles of x, and of rows of x.
@@ -164,10 +174,10 @@ class LayerRunner {
       rows = std::max(rows, in_rows(layers[i]));
     }
     const int64_t all = s_.tokens * s_.width, few = narrows() ? s_.wanted_rows * s_.width : 0;
-    float* room = pool_.workspace(tiles + rows + all + 2 * few + wide);
+    float* room = pool_.workspace(tiles + rows + all + few + wide);
     tiled_ = reinterpret_cast<bf16*>(room);  // first: it begins with a whole line
     x_ = room + tiles;
-    y_ = x_ + std::max(rows, few);
+    y_ = x_ + rows;
     few_ = y_ + all;
     wide_ = few_ + few;
   }
@@ -175,9 +185,9 @@ class LayerRunner {
   // hidden += x if there is any, then its norm: `x_`, or `tiled_`.
   void norm(const float* weight, const float* x, [[maybe_unused]] bool as_tiles) {
 #if defined(C2C_TILES)
-    if (as_tiles)
-      return tile_linear::rms_norm_tiles(pool_, tiled_, x, hidden_, weight, s_.eps, rows_,
-                                         s_.width);
+    using namespace tile_linear;
+    const auto norm_tiles = rows_ <= kFewRows ? rms_norm_few_tiles : rms_norm_tiles;
+    if (as_tiles) return norm_tiles(pool_, tiled_, x, hidden_, weight, s_.eps, rows_, s_.width);
 #endif
     if (x)
       add_rms_norm(pool_, x_, x, hidden_, weight, s_.eps, rows_, s_.width);
@@ -205,7 +215,7 @@ class LayerRunner {
       rows_ = 0;
       return;
     }
-    const AttentionArgs a = attention_args(l, packs(l) && !fewer);
+    const AttentionArgs a = attention_args(l, packs_attended(l, fewer));
 #if defined(C2C_TILES)
     if (a.tiled_out) tile_linear::clear_ends(a.tiled_out, s_.tokens, l.o.columns);
 #endif

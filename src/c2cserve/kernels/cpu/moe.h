@@ -88,7 +88,7 @@ void apply_expert(ThreadPool& pool, const MoeArgs& a, int64_t expert, int64_t m,
   LinearArgs gated{nullptr, n, nullptr, h, w13, h, nullptr, Dtype::f32, m, n, h, true};
   LinearArgs down{y, h, nullptr, n, w2, n, nullptr, Dtype::f32, m, h, n};
 #if defined(C2C_TILES)
-  if (a.dtype == Dtype::bf16 && m > tile_linear::kFewRows) {
+  if (a.dtype == Dtype::bf16) {
     auto* tiles = reinterpret_cast<bf16*>(b.x.room(tile_linear::tiled_size(m, h) / 2));
     tile_linear::pack_rows(pool, tiles, m, h, row);
     gated.tiled_x = tiles;

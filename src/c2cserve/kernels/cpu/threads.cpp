@@ -19,39 +19,62 @@ inline void relax() {
 #endif
 }
 
-constexpr uint64_t generation(uint64_t ticket) { return ticket >> 32; }
-constexpr int parts(uint64_t ticket) { return int(ticket >> 16 & 0xffff); }
-constexpr int next(uint64_t ticket) { return int(ticket & 0xffff); }
+// Bits of the next part and of the number of parts. The others count calls, for years.
+constexpr int kNextBits = 12, kPartsBits = 12;
+constexpr uint64_t generation(uint64_t ticket) { return ticket >> (kNextBits + kPartsBits); }
+constexpr int parts(uint64_t ticket) {
+  return int(ticket >> kNextBits & ((1 << kPartsBits) - 1));
+}
+constexpr int next(uint64_t ticket) { return int(ticket & ((1 << kNextBits) - 1)); }
+constexpr uint64_t ticket_of(uint64_t generation, int parts) {
+  return generation << (kNextBits + kPartsBits) | uint64_t(parts) << kNextBits;
+}
 
 }  // namespace
 
 ThreadPool::ThreadPool(int threads, const int* cpus, int cpu_count)
-    : cpus_(cpus, cpus + std::clamp(cpu_count, 0, threads)) {
+    : cpus_(cpus, cpus + std::clamp(cpu_count, 0, threads)),
+      threads_(threads),
+      taken_(size_t(threads)) {
   for (int i = 1; i < threads; ++i)
-    helpers_.emplace_back(&ThreadPool::serve, this, i < cpu_count ? cpus[i] : -1);
+    helpers_.emplace_back(&ThreadPool::serve, this, i, i < cpu_count ? cpus[i] : -1);
 }
 
 ThreadPool::~ThreadPool() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
-    ticket_.fetch_add(uint64_t(1) << 32);
+    ticket_ = ticket_of(generation(ticket_) + 1, 0);
   }
   wake_.notify_all();
   for (auto& helper : helpers_) helper.join();
 }
 
-void ThreadPool::work() {
+// The caller cannot continue before a part that is taken is done, so call_ and body_ do not change.
+void ThreadPool::run_part(int part, int parts) {
+  call_(body_, part, parts);
+  done_.fetch_add(1, std::memory_order_release);
+}
+
+// The part of a thread, if nobody has taken it. A helper may be late, and ask with the ticket of a call
+// that is over: then its part was taken in that call or in a later one.
+void ThreadPool::take_own(int part, uint64_t ticket) {
+  const uint64_t now = generation(ticket);
+  std::atomic<uint64_t>& taken = taken_[size_t(part)].generation;
+  uint64_t before = taken.load(std::memory_order_relaxed);
+  if (before < now && taken.compare_exchange_strong(before, now, std::memory_order_acq_rel))
+    run_part(part, parts(ticket));
+}
+
+void ThreadPool::take_shared() {
   while (true) {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
-    if (next(ticket) >= parts(ticket)) return;
+    if (parts(ticket) <= threads_ || next(ticket) >= parts(ticket)) return;
     // Never tried again, however many threads take parts at once. Each thread may count one part
     // too many, which the field has room for.
     ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
-    if (next(ticket) >= parts(ticket)) return;
-    // The caller cannot continue before this part is done, so call_ and body_ do not change.
-    call_(body_, next(ticket), parts(ticket));
-    done_.fetch_add(1, std::memory_order_release);
+    if (parts(ticket) <= threads_ || next(ticket) >= parts(ticket)) return;
+    run_part(next(ticket), parts(ticket));
   }
 }
 
@@ -75,15 +98,18 @@ void ThreadPool::dispatch(int count, Call call, const void* body) {
   call_ = call;
   body_ = body;
   done_.store(0, std::memory_order_relaxed);
+  uint64_t ticket;
   {
     // Under the lock, or a helper that is about to sleep could miss it.
     std::lock_guard<std::mutex> lock(mutex_);
-    uint64_t before = ticket_.load(std::memory_order_relaxed);
-    ticket_.store((generation(before) + 1) << 32 | uint64_t(count) << 16,
-                  std::memory_order_release);
+    ticket = ticket_of(generation(ticket_.load(std::memory_order_relaxed)) + 1, count);
+    ticket_.store(ticket, std::memory_order_release);
   }
   wake_.notify_all();
-  work();
+  if (count <= threads_)
+    for (int part = 0; part < count; ++part) take_own(part, ticket);
+  else
+    take_shared();
   // A helper that lost its core in the middle of a part may need this one to get on.
   const auto until = std::chrono::steady_clock::now() + kSpin;
   while (done_.load(std::memory_order_acquire) != count) {
@@ -94,7 +120,7 @@ void ThreadPool::dispatch(int count, Call call, const void* body) {
   }
 }
 
-void ThreadPool::serve(int cpu) {
+void ThreadPool::serve(int thread, int cpu) {
   if (cpu >= 0) {
     cpu_set_t set;
     CPU_ZERO(&set);
@@ -105,14 +131,25 @@ void ThreadPool::serve(int cpu) {
   auto fresh = [&] { return generation(ticket_.load(std::memory_order_acquire)) != seen; };
   while (true) {
     auto until = std::chrono::steady_clock::now() + kSpin;
-    while (!fresh() && std::chrono::steady_clock::now() < until) relax();
+    while (!fresh()) {
+      if (std::chrono::steady_clock::now() < until)
+        relax();
+      else if (awake_.load(std::memory_order_relaxed))
+        std::this_thread::yield();
+      else
+        break;
+    }
     if (!fresh()) {
       std::unique_lock<std::mutex> lock(mutex_);
       wake_.wait(lock, fresh);
     }
-    seen = generation(ticket_.load(std::memory_order_acquire));
+    const uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    seen = generation(ticket);
     if (stop_) return;
-    work();
+    if (parts(ticket) > threads_)
+      take_shared();
+    else if (thread < parts(ticket))
+      take_own(thread, ticket);
   }
 }
 

@@ -56,6 +56,19 @@ class ThreadPool {
   bool copies_strips = false;
 
   static constexpr int kPartsMax = 1024;
+  static constexpr int64_t kWorthHelpers = 30'000;  // operations of rows: waking helpers takes longer
+
+  // While one lives, calls follow each other closely, and helpers that wait do not sleep.
+  class Awake {
+   public:
+    explicit Awake(ThreadPool& pool) : pool_(pool) { pool_.awake_ = true; }
+    ~Awake() { pool_.awake_ = false; }
+    Awake(const Awake&) = delete;
+    Awake& operator=(const Awake&) = delete;
+
+   private:
+    ThreadPool& pool_;
+  };
 
   // Call body(part, parts) for every part (at most kPartsMax) and wait. One caller at a time.
   template <typename Body>
@@ -81,34 +94,48 @@ class ThreadPool {
   // helper wakes up stays here.
   template <typename Body>
   void rows(int64_t count, int64_t per_row, const Body& body) {
-    run(count * per_row < 30'000 ? 1 : size(), [&](int part, int all) {
+    run(count * per_row < kWorthHelpers ? 1 : size(), [&](int part, int all) {
       for (int64_t i = count * part / all; i < count * (part + 1) / all; ++i) body(i);
     });
   }
 
  private:
   using Call = void (*)(const void*, int, int);
-  void dispatch(int parts, Call call, const void* body);
-  void serve(int cpu);
-  void leave_helpers_cpu() const;
-  void work();
 
   static constexpr size_t kLine = 64;
+
+  struct alignas(kLine) Taken {
+    std::atomic<uint64_t> generation{0};
+  };
+
+  void dispatch(int parts, Call call, const void* body);
+  void serve(int thread, int cpu);
+  void leave_helpers_cpu() const;
+  void take_own(int part, uint64_t ticket);
+  void take_shared();
+  void run_part(int part, int parts);
 
   Scratch scratch_, between_, workspace_;
   std::vector<std::thread> helpers_;
   std::vector<int> cpus_;  // the caller's own, then those that helpers are pinned to
+  const int threads_;
   std::mutex mutex_;
   std::condition_variable wake_;
   // [generation | parts | next part]: one word, so that a late helper cannot mistake the parts of
   // the next call for its own. The caller waits for parts, never for helpers. So a helper that the
   // system has descheduled delays nothing.
   //
-  // Helpers that wait read it all the time. So parts that are done are counted in another line:
-  // else each count would take the line from all of them.
+  // Parts of a call that has no more of them than threads belong to one thread each. It takes its part
+  // in a line of its own, because 16 threads that change one line need 2 us. The caller takes those
+  // that nobody has begun. Parts of a larger call are taken one after another by `next part`.
+  //
+  // Helpers that wait read the ticket all the time. So parts that are done are counted in another
+  // line: else each count would take the line from all of them.
   alignas(kLine) std::atomic<uint64_t> ticket_{0};
   alignas(kLine) std::atomic<int> done_{0};
   alignas(kLine) std::atomic<bool> stop_{false};
+  alignas(kLine) std::atomic<bool> awake_{false};
+  std::vector<Taken> taken_;  // of each thread: the last call whose part is taken
   Call call_ = nullptr;
   const void* body_ = nullptr;
 };

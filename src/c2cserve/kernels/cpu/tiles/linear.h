@@ -101,13 +101,12 @@ inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
 
 inline void linear_tiles(ThreadPool& pool, const LinearArgs& a) { tile_linear::by_tiles(pool, a); }
 
-// `down` of what `gated` gives: with many rows, that is written as tiles of x.
+// `down` of what `gated` gives, which is written as tiles of x.
 inline void feed_forward_tiles(ThreadPool& pool, LinearArgs gated, LinearArgs down) {
   using namespace tile_linear;
-  if (gated.m > kFewRows) {
-    gated.tiled_out = reinterpret_cast<bf16*>(pool.between(tiled_size(gated.m, gated.n) / 2));
-    down.tiled_x = gated.tiled_out;
-  }
+  gated.tiled_out = reinterpret_cast<bf16*>(pool.between(tiled_size(gated.m, gated.n) / 2));
+  down.tiled_x = gated.tiled_out;
+  if (gated.m <= kFewRows) clear_ends(gated.tiled_out, gated.m, gated.n);
   by_tiles(pool, gated);
   by_tiles(pool, down);
 }

@@ -362,7 +362,7 @@ class Prompt {
     for (int64_t i = 0; i < dims; i += 2)
       tile_linear::pair_rows(pairs + i * kRows, lines + i * kRows, lines + (i + 1) * kRows);
     for (int64_t r = 0; r < count; ++r) {
-      const tile_linear::TiledRow out(a.tiled_out, a.heads * dim_, tokens[r]);
+      const tile_linear::TiledRow out(a.tiled_out, a.tokens, a.heads * dim_, tokens[r]);
       for (int64_t i = 0; i < dims; i += 2)
         std::memcpy(out.pair(columns[r] + d + i), pairs + i * kRows + 2 * r, 2 * sizeof(bf16));
     }

@@ -164,6 +164,28 @@ inline void write_tiled(const LinearArgs& a, const Strip& strip, const float* ga
     std::memset(out + whole / 2, 0, size_t(whole / 2) * sizeof(bf16));
 }
 
+// The same of few rows of x, whose tiles are narrower, and of outputs that may lie apart.
+inline void write_few_tiled(const LinearArgs& a, const Strip& strip, const float* gates,
+                            const float* ups, int64_t m, int64_t rows) {
+  alignas(64) float act[kTile * kTile], biased[kTile * kTile];
+  alignas(64) bf16 rounded[kTile * kTile];
+  if (strip.biased) {
+    add_biases(act, gates, strip.bias, strip.count);
+    add_biases(biased, ups, strip.bias + kTile, strip.count);
+    gates = act, ups = biased;
+  }
+  silu_mul_row(act, gates, ups, strip.count * kTile);
+  for (int64_t i = 0; i < strip.count * kTile; i += 2 * kLanes)
+    round_pair(rounded + i, load(act + i), load(act + i + kLanes));
+  const TiledX x = TiledX::of(a.m, a.n);
+  bf16* tile = a.tiled_out + m / kTile * x.tile_size();
+  for (int j = 0; j < int(strip.count); ++j) {
+    const int64_t n = strip.row(j);
+    bf16* out = tile + n / 2 * 2 * x.columns + n % 2;
+    for (int64_t r = 0; r < rows; ++r) out[2 * r] = rounded[j * kTile + r];
+  }
+}
+
 // The sums of a strip and of `columns` tiles of x, which are written piece by piece.
 inline int pieces_of(const Strip& strip, int columns) {
   return strip.gated ? columns : strip.tiles * columns;
@@ -172,7 +194,9 @@ inline void write_piece(const LinearArgs& a, const Strip& strip, const float* su
                         int piece, int64_t m) {
   const int64_t row = m + piece % columns * kTile, rows = std::min<int64_t>(kTile, a.m - row);
   const float* tile = sums + piece * kTile * kTile;
-  if (a.tiled_out)
+  if (a.tiled_out && a.m <= kFewRows)
+    write_few_tiled(a, strip, tile, tile + columns * kTile * kTile, row, rows);
+  else if (a.tiled_out)
     write_tiled(a, strip, tile, tile + columns * kTile * kTile, row);
   else if (strip.gated)
     write_gated(a, strip, tile, tile + columns * kTile * kTile, row, rows);

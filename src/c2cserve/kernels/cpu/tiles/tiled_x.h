@@ -69,7 +69,7 @@ template <typename Row>
 inline void pack_rows(ThreadPool& pool, bf16* out, int64_t m, int64_t width, const Row& row) {
   const TiledX x = TiledX::of(m, width);
   const int64_t count = (m + kTile - 1) / kTile * x.steps;
-  pool.run(m * width < 100'000 ? 1 : pool.size(), [&](int part, int all) {
+  pool.run(m * width < ThreadPool::kWorthHelpers ? 1 : pool.size(), [&](int part, int all) {
     for (int64_t i = count * part / all; i < count * (part + 1) / all; ++i) {
       const int64_t first = i / x.steps * kTile;
       const auto values = [&](int64_t r, int64_t c, int lanes) {
@@ -91,6 +91,22 @@ inline void pair_rows(bf16* out, const float* first, const float* second) {
   store_pairs(out, low, high);
 }
 
+// Rows, normalized: what `pack_step` takes of 16 of them.
+struct NormalizedRows {
+  const float *first, *scales, *weight;
+  int64_t width;
+
+  vec operator()(int64_t r, int64_t c, int lanes) const {
+    return mul(mul(some(first + r * width + c, lanes), splat(scales[r])), some(weight + c, lanes));
+  }
+};
+
+// rows += x if there is any. Returns 1 / rms(rows).
+inline float add_and_scale(float* row, const float* x, float eps, int64_t width) {
+  if (x) add_row(row, x, width);
+  return rms_scale(row, eps, width);
+}
+
 // norm(rows), as tiles. With `x`, rows += x before.
 inline void rms_norm_tiles(ThreadPool& pool, bf16* out, const float* x, float* rows,
                            const float* weight, float eps, int64_t tokens, int64_t width) {
@@ -99,28 +115,40 @@ inline void rms_norm_tiles(ThreadPool& pool, bf16* out, const float* x, float* r
     float* first = rows + t * kTile * width;
     const int64_t count = std::min<int64_t>(kTile, tokens - t * kTile);
     float scales[kTile];
-    for (int64_t r = 0; r < count; ++r) {
-      if (x) add_row(first + r * width, x + (t * kTile + r) * width, width);
-      scales[r] = rms_scale(first + r * width, eps, width);
-    }
-    const auto values = [&](int64_t r, int64_t c, int lanes) {
-      const vec scaled = mul(some(first + r * width + c, lanes), splat(scales[r]));
-      return mul(scaled, some(weight + c, lanes));
-    };
+    for (int64_t r = 0; r < count; ++r)
+      scales[r] = add_and_scale(first + r * width, x ? x + (t * kTile + r) * width : x, eps, width);
     bf16* tile = out + t * shape.tile_size();
     for (int64_t s = 0; s < shape.steps; ++s)
       pack_step(tile + s * shape.step_size(), int(shape.columns), count, s * kStepColumns, width,
-                values);
+                NormalizedRows{first, scales, weight, width});
   });
 }
 
-// Where columns of one row lie among tiles of 16 rows. Columns are even, as heads' sizes are.
+// The same of few rows, shared out by rows, and then by columns.
+inline void rms_norm_few_tiles(ThreadPool& pool, bf16* out, const float* x, float* rows,
+                               const float* weight, float eps, int64_t tokens, int64_t width) {
+  const TiledX shape = TiledX::of(tokens, width);
+  float scales[kFewRows];
+  pool.rows(tokens, 2 * width, [&](int64_t t) {
+    scales[t] = add_and_scale(rows + t * width, x ? x + t * width : x, eps, width);
+  });
+  const int parts = tokens * width < ThreadPool::kWorthHelpers ? 1 : pool.size();
+  pool.run(parts, [&](int part, int all) {
+    for (int64_t t = 0; t < tokens; t += kTile)
+      for (int64_t s = shape.steps * part / all; s < shape.steps * (part + 1) / all; ++s)
+        pack_step(out + t / kTile * shape.tile_size() + s * shape.step_size(), int(shape.columns),
+                  std::min<int64_t>(kTile, tokens - t), s * kStepColumns, width,
+                  NormalizedRows{rows + t * width, scales + t, weight, width});
+  });
+}
+
+// Where columns of one of `rows` rows lie among tiles. Columns are even, as heads' sizes are.
 class TiledRow {
  public:
-  TiledRow(bf16* data, int64_t width, int64_t row)
-      : at_(data + row / kTile * TiledX::of(kTile, width).tile_size() + row % kTile * 2) {}
+  TiledRow(bf16* data, int64_t rows, int64_t width, int64_t row)
+      : TiledRow(data, TiledX::of(rows, width), row) {}
 
-  bf16* pair(int64_t column) const { return at_ + column * kTile; }
+  bf16* pair(int64_t column) const { return at_ + column * columns_; }
 
   // `count` values from a column on, rounded.
   void write(int64_t column, const float* values, int64_t count) const {
@@ -137,13 +165,17 @@ class TiledRow {
   }
 
  private:
+  TiledRow(bf16* data, const TiledX& x, int64_t row)
+      : at_(data + row / kTile * x.tile_size() + row % kTile * 2), columns_(x.columns) {}
+
   bf16* at_;
+  int64_t columns_;
 };
 
 // Zeros behind the columns of rows that are written one by one.
 inline void clear_ends(bf16* data, int64_t tokens, int64_t width) {
   const TiledX shape = TiledX::of(tokens, width);
-  const int64_t held = width * kTile, size = shape.tile_size();
+  const int64_t held = width * shape.columns, size = shape.tile_size();
   for (int64_t t = 0; held < size && t < (tokens + kTile - 1) / kTile; ++t)
     std::memset(data + t * size + held, 0, size_t(size - held) * sizeof(bf16));
 }
