@@ -12,7 +12,6 @@
 #pragma once
 #include <atomic>
 #include <optional>
-#include <vector>
 
 #include "strips.h"
 
@@ -24,35 +23,25 @@ namespace tile_linear {
 constexpr int64_t kHalfTile = 8;   // outputs: the least that threads share out
 constexpr int64_t kNearSteps = 8;  // how far a row's reads are announced
 
-// What threads take of the outputs, one range after another, in halves of tiles. A range is a share
-// of what is left: so the last ones are short, and threads end together.
+// What threads take of the outputs, one range after another: whole tiles, or halves of them.
 class Ranges {
  public:
   Ranges(const LinearArgs& a, int64_t threads) {
-    const int64_t halves = a.n / kHalfTile, bytes = kHalfTile * a.k * (a.gated ? 4 : 2);
-    const int64_t most = threads == 1 ? halves : std::max<int64_t>(2, kRangeBytes / bytes);
-#if defined(EQUAL)
-    if (halves * bytes < EQUAL * kRangeBytes * threads) {
-      for (int64_t i = 0; i < threads; ++i) if (halves * (i + 1) / threads > halves * i / threads) ends_.push_back(halves * (i + 1) / threads * kHalfTile);
-      return;
-    }
-#endif
-    for (int64_t at = 0; at < halves;) {
-      const int64_t share = std::clamp<int64_t>((halves - at) / (kShares * threads), 1, most);
-      at = std::min(at + (share > 1 ? share / 2 * 2 : 1), halves);
-      ends_.push_back(at * kHalfTile);
-    }
+    const int64_t halves = a.n / kHalfTile, bytes = a.n * a.k * (a.gated ? 4 : 2);
+    const int64_t each = std::clamp<int64_t>(bytes / threads / kRangeBytes, 1, kRangesMost);
+    count_ = threads == 1 ? 1 : threads * each;
+    // If a thread takes one range of few tiles, one tile more or less is much of it.
+    const bool uneven = each == 1 && halves % (2 * threads) != 0 && halves <= 32 * threads;
+    unit_ = halves % 2 != 0 || (threads > 1 && uneven) ? kHalfTile : kTile;
+    units_ = halves * kHalfTile / unit_;
+    count_ = std::min(count_, units_);
   }
-  int64_t count() const { return int64_t(ends_.size()); }
-  int64_t begin(int64_t range) const { return range == 0 ? 0 : ends_[size_t(range - 1)]; }
+  int64_t count() const { return count_; }
+  int64_t begin(int64_t range) const { return units_ * range / count_ * unit_; }
 
  private:
-#ifndef RANGE_KB
-#define RANGE_KB 128
-#define SHARES 2
-#endif
-  static constexpr int64_t kRangeBytes = RANGE_KB << 10, kShares = SHARES;
-  std::vector<int64_t> ends_;
+  static constexpr int64_t kRangeBytes = 128 << 10, kRangesMost = 32;  // of a thread
+  int64_t unit_, units_, count_;
 };
 
 // `gap` strips of `rows` outputs. The first has outputs n, n + gap, n + 2 gap and so on, the next one
