@@ -20,12 +20,32 @@ from c2cserve.kernels.ops import AwaitedMasks, RowSampling, SampledTokens
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def block_views(arena: Tensor, kv: KvLayout, layer: int, block: int) -> tuple[Tensor, Tensor]:
-    """Return K and V of one block's layer as views, each [kv_heads, 16, D]."""
+def _block_views(arena: Tensor, kv: KvLayout, layer: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return K and V of one block's layer as views: [kv_heads, 16, D / pair, pair] and
+    [kv_heads, 16 / pair, pair, D]. A pair is two values in bfloat16, else one."""
+    pair = 2 if kv.dtype == "bfloat16" else 1
     data = arena[block : block + kv.block_bytes].view(_TORCH[kv.dtype])
-    planes = data.view(kv.layers, 2, kv.kv_heads, BLOCK_TOKENS * kv.head_dim)[layer]
-    k = planes[0].view(kv.kv_heads, kv.head_dim, BLOCK_TOKENS).transpose(1, 2)
-    return k, planes[1].view(kv.kv_heads, BLOCK_TOKENS, kv.head_dim)
+    k, v = data.view(kv.layers, 2, kv.kv_heads, BLOCK_TOKENS * kv.head_dim)[layer]
+    keys = k.view(kv.kv_heads, kv.head_dim // pair, BLOCK_TOKENS, pair)
+    values = v.view(kv.kv_heads, BLOCK_TOKENS // pair, kv.head_dim, pair)
+    return keys.transpose(1, 2), values.transpose(2, 3)
+
+
+def read_block(arena: Tensor, kv: KvLayout, layer: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return copies of K and V of one block's layer, each [kv_heads, 16, D]."""
+    keys, values = _block_views(arena, kv, layer, block)
+    shape = (kv.kv_heads, BLOCK_TOKENS, kv.head_dim)
+    return keys.reshape(shape), values.reshape(shape)
+
+
+def write_token(
+    arena: Tensor, kv: KvLayout, layer: int, slot: int, k: Tensor, v: Tensor
+) -> None:  # fmt: skip
+    """Store a token's keys and values, [kv_heads, D] each."""
+    keys, values = _block_views(arena, kv, layer, slot // BLOCK_TOKENS)
+    at, pair = slot % BLOCK_TOKENS, values.shape[2]
+    keys[:, at] = k.view(kv.kv_heads, -1, pair).to(keys.dtype)
+    values[:, at // pair, at % pair] = v.to(values.dtype)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,9 +93,8 @@ class RefOps(Apart):
         a, b = rotated[..., :half], rotated[..., half:]
         heads[:, : -kv.kv_heads] = torch.cat((a * c - b * s, b * c + a * s), -1).float()
         for token, slot in enumerate(slots.tolist()):
-            k_view, v_view = block_views(arena, kv, layer, slot // BLOCK_TOKENS)
-            k_view[:, slot % BLOCK_TOKENS] = heads[token, -2 * kv.kv_heads : -kv.kv_heads]
-            v_view[:, slot % BLOCK_TOKENS] = heads[token, -kv.kv_heads :]
+            k, v = heads[token, -2 * kv.kv_heads : -kv.kv_heads], heads[token, -kv.kv_heads :]
+            write_token(arena, kv, layer, slot, k, v)
 
     def attention(
         self,
@@ -94,8 +113,8 @@ class RefOps(Apart):
         starts = q_start.tolist()
         for s, length in enumerate(context_len.tolist()):
             blocks = block_table[s, : -(-length // BLOCK_TOKENS)].tolist()
-            views = [block_views(arena, kv, layer, block) for block in blocks]
-            k, v = (torch.cat(part, 1)[:, :length].double() for part in zip(*views, strict=True))
+            there = [read_block(arena, kv, layer, block) for block in blocks]
+            k, v = (torch.cat(part, 1)[:, :length].double() for part in zip(*there, strict=True))
             group = q.shape[1] // kv.kv_heads
             k, v = (part.repeat_interleave(group, 0) for part in (k, v))
             new = starts[s + 1] - starts[s]

@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout, Layer, TokenRows
-from c2cserve.kernels.ref import block_views
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels are interpreted here")
 
@@ -93,8 +92,6 @@ def test_a_page_is_the_block_at_its_bytes() -> None:
         plane = block.view(KV.layers, 2, KV.kv_heads, BLOCK_TOKENS, KV.head_dim)[1]
         assert torch.equal(keys[at // unit], plane[0])
         assert torch.equal(values[at // unit], plane[1])
-        theirs = block_views(arena, KV, 1, at)[1]
-        assert torch.equal(values[at // unit], theirs), "the reference's values lie alike"
     with pytest.raises(ValueError, match="do not meet"):
         kv_pages(arena, KV, 1, 4096)
 

@@ -19,7 +19,7 @@ from c2cserve.kernels.layer import (
     Mlp,
     TokenRows,
 )
-from c2cserve.kernels.ref import RefOps, block_views
+from c2cserve.kernels.ref import RefOps, read_block, write_token
 
 LAYER = 1
 REF = RefOps()
@@ -98,8 +98,9 @@ class Case:
             mine = planes.view(kv.layers, 2, kv.kv_heads, BLOCK_TOKENS, kv.head_dim)[LAYER]
             values = torch.randn(2, kv.kv_heads, count, kv.head_dim, generator=random)
             mine[:, :, :count] = values.to(self.dtype)
-            for view, plane in zip(block_views(self.reference, kv, LAYER, at), mine, strict=True):
-                view[:, :count] = plane[:, :count]
+            for t in range(count):
+                slot = at * BLOCK_TOKENS + t
+                write_token(self.reference, kv, LAYER, slot, mine[0, :, t], mine[1, :, t])
 
     def run(self, seqs: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """The kernels' answer for some of the sequences, as one batch, and the arena after it."""
@@ -154,7 +155,7 @@ class Case:
             block = arena[at : at + kv.block_bytes].view(self.dtype)
             planes = block.view(kv.layers, 2, kv.kv_heads, BLOCK_TOKENS, kv.head_dim)
             assert planes[1 - LAYER].isnan().all(), "another layer was written"
-            stored = block_views(self.reference, kv, LAYER, at)
+            stored = read_block(self.reference, kv, LAYER, at)
             for ours, expected in zip(planes[LAYER], stored, strict=True):
                 assert torch.equal(ours.isnan(), expected.isnan())
                 there = ~ours.isnan()

@@ -15,7 +15,7 @@ from small_layers import KINDS, WANTED, WHOLE, Model, OneByOne, check_wanted
 from c2cserve.kernels import build, native
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.layer import KvLayout
-from c2cserve.kernels.ref import RefOps, block_views
+from c2cserve.kernels.ref import RefOps, write_token
 
 REF = RefOps()
 
@@ -259,8 +259,8 @@ def step(
     for s, (part, length) in enumerate(zip(order, lengths, strict=True)):
         table[s, : len(part)] = part
         for t in range(length):
-            k, v = block_views(arena, kv, 0, int(table[s, t // 16]))
-            k[:, t % 16], v[:, t % 16] = noise(2, kv.kv_heads, kv.head_dim, seed=97 * s + t)
+            k, v = noise(2, kv.kv_heads, kv.head_dim, seed=97 * s + t)
+            write_token(arena, kv, 0, int(table[s, t // 16]) * 16 + t % 16, k, v)
     width = (heads + 2 * kv.kv_heads) * kv.head_dim
     queries = noise(len(lengths) * new, width, seed=5).bfloat16().float()
     return queries, arena, table, torch.tensor(lengths, dtype=torch.int32)

@@ -32,7 +32,46 @@ struct Share {
   bool sees_as(const Share& other) const { return from == other.from && to == other.to; }
 };
 
-// Scores of R rows against the 16 keys of a block, left in `weights`.
+// Body<0>(i) for an even i, Body<1>(i) for an odd one.
+template <typename Body>
+C2C_INLINE inline void by_parity(int64_t i, const Body& body) {
+  if (i % 2 == 0)
+    body(std::integral_constant<int, 0>());
+  else
+    body(std::integral_constant<int, 1>());
+}
+
+// Keys of dimension d, from key `from` on; `Half` is d % 2.
+template <int Half, typename T>
+inline vec keys_at(const T* k, int64_t d, int from) {
+  if constexpr (std::is_same_v<T, bf16>)
+    return load_half<Half>(k + (d - Half) * kBlock + 2 * from);
+  else
+    return load(k + d * kBlock + from);
+}
+
+// Values of key j, from dimension d on; `Half` is j % 2.
+template <int Half, typename T>
+inline vec values_at(const T* v, int64_t dim, int64_t j, int64_t d) {
+  if constexpr (std::is_same_v<T, bf16>)
+    return load_half<Half>(v + (j - Half) * dim + 2 * d);
+  else
+    return load(v + j * dim + d);
+}
+
+// The same of the last `rest` dimensions, fewer than a vector has.
+template <typename T>
+inline vec last_values_at(const T* v, int64_t dim, int64_t j, int64_t d, int rest) {
+  T lanes[kLanes] = {};
+  for (int i = 0; i < rest; ++i)
+    if constexpr (std::is_same_v<T, bf16>)
+      lanes[i] = v[j / 2 * 2 * dim + 2 * (d + i) + j % 2];
+    else
+      lanes[i] = v[j * dim + d + i];
+  return load(lanes);
+}
+
+// Scores of R rows against the 16 keys of a block, left in `weights`. `dim` is even.
 template <typename T, int R>
 inline void score(Share* shares, const T* k, int64_t dim) {
   constexpr int kParts = kBlock / kLanes;
@@ -42,13 +81,17 @@ inline void score(Share* shares, const T* k, int64_t dim) {
     q[r] = shares[r].row->q;
     for (int p = 0; p < kParts; ++p) acc[r][p] = zero();
   }
-  for (int64_t d = 0; d < dim; ++d) {
+  const auto add = [&](auto half, int64_t d) C2C_INLINE {
     vec keys[kParts];
-    for (int p = 0; p < kParts; ++p) keys[p] = held(load(k + d * kBlock + p * kLanes));
+    for (int p = 0; p < kParts; ++p) keys[p] = held(keys_at<half()>(k, d, p * kLanes));
     for (int r = 0; r < R; ++r) {
       const vec query = splat(q[r][d]);
       for (int p = 0; p < kParts; ++p) acc[r][p] = fma(query, keys[p], acc[r][p]);
     }
+  };
+  for (int64_t d = 0; d < dim; d += 2) {
+    add(std::integral_constant<int, 0>(), d);
+    add(std::integral_constant<int, 1>(), d + 1);
   }
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < kParts; ++p) store(shares[r].weights + p * kLanes, acc[r][p]);
@@ -88,14 +131,15 @@ inline void gather(const Share* shares, const T* v, int64_t dim, int64_t d) {
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < D; ++i)
       acc[r][i] = mul(load(shares[r].row->acc + d + i * kLanes), splat(shares[r].shrink));
-  for (int j = shares[0].from; j < shares[0].to; ++j) {
-    vec value[D];
-    for (int i = 0; i < D; ++i) value[i] = held(load(v + j * dim + d + i * kLanes));
-    for (int r = 0; r < R; ++r) {
-      vec weight = splat(shares[r].weights[j]);
-      for (int i = 0; i < D; ++i) acc[r][i] = fma(weight, value[i], acc[r][i]);
-    }
-  }
+  for (int j = shares[0].from; j < shares[0].to; ++j)
+    by_parity(j, [&](auto half) C2C_INLINE {
+      vec value[D];
+      for (int i = 0; i < D; ++i) value[i] = held(values_at<half()>(v, dim, j, d + i * kLanes));
+      for (int r = 0; r < R; ++r) {
+        vec weight = splat(shares[r].weights[j]);
+        for (int i = 0; i < D; ++i) acc[r][i] = fma(weight, value[i], acc[r][i]);
+      }
+    });
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < D; ++i) store(shares[r].row->acc + d + i * kLanes, acc[r][i]);
 }
@@ -111,7 +155,7 @@ inline void gather_rows(const Share* shares, const T* v, int64_t dim) {
   for (int r = 0; r < R; ++r) {
     vec acc = mul(load_tail(shares[r].row->acc + d, rest), splat(shares[r].shrink));
     for (int j = shares[r].from; j < shares[r].to; ++j)
-      acc = fma(splat(shares[r].weights[j]), load_tail(v + j * dim + d, rest), acc);
+      acc = fma(splat(shares[r].weights[j]), last_values_at(v, dim, j, d, rest), acc);
     store_tail(shares[r].row->acc + d, acc, rest);
   }
 }

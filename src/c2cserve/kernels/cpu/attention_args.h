@@ -7,7 +7,6 @@
 
 namespace c2c {
 
-constexpr int kHeadMax = 512;
 constexpr int kTileLanes = 16;
 constexpr int kTaskRows = 16;   // query x head of the group: what one task carries
 constexpr int64_t kSplit = 64;  // blocks: 1024 tokens

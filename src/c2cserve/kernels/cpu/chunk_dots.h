@@ -1,5 +1,5 @@
-// The products of a chunk of attention with AVX-512's bf16 dot products: two rows of the cache that
-// lie next to each other are interleaved as they are loaded.
+// The products of a chunk of attention with AVX-512's bf16 dot products, which read the cache's pairs
+// as they lie.
 #pragma once
 #include "chunks.h"
 
@@ -7,7 +7,9 @@ namespace c2c::chunks {
 
 class Units {
  public:
-  struct Session {};
+  struct Session {
+    Session(int, int) {}
+  };
   static constexpr bool kAddTotals = false;
 
   void take(const Chunk&) {}
@@ -27,11 +29,9 @@ class Units {
       constexpr int R = decltype(together)::value;
       int64_t d = 0;
       for (; d + kWide * kLanes <= chunk.dim; d += kWide * kLanes)
-        sums<R, kWide>(chunk, rows, r, d, __mmask16(0xffff));
-      for (; d < chunk.dim; d += kLanes) {
-        const int64_t lanes = std::min<int64_t>(kLanes, chunk.dim - d);
-        sums<R, 1>(chunk, rows, r, d, __mmask16((1u << lanes) - 1));
-      }
+        sums<R, kWide>(chunk, rows, r, d, first_pairs(kLanes));
+      for (; d < chunk.dim; d += kLanes)
+        sums<R, 1>(chunk, rows, r, d, first_pairs(chunk.dim - d));
     });
   }
 
@@ -62,7 +62,7 @@ class Units {
       __m512i keys[B];
       for (int b = 0; b < B; ++b) {
         const bf16* k = chunk.k[block + b] + d * kBlock;
-        keys[b] = interleaved(k, k + kBlock, 0xffff);
+        keys[b] = _mm512_loadu_si512(k);
         prefetch_early(k + chunk.next[block + b]);
       }
       for (int i = 0; i < R; ++i) {
@@ -76,24 +76,21 @@ class Units {
         _mm512_storeu_ps(rows.scores + (r + i) * kKeys + (block + b) * kBlock, acc[i][b]);
   }
 
-  // D vectors of R rows' sums, from dimension `d` on.
+  // D vectors of R rows' sums, from dimension `d` on; `lanes`: those of them that are there.
   template <int R, int D>
-  static void sums(const Chunk& chunk, Rows& rows, int r, int64_t d, __mmask16 lanes) {
+  static void sums(const Chunk& chunk, Rows& rows, int r, int64_t d, uint32_t lanes) {
     __m512 acc[R][D];
     for (int i = 0; i < R; ++i)
       for (int j = 0; j < D; ++j)
         acc[i][j] = mul(load(rows.rows[r + i].acc + d + j * kLanes), splat(rows.shrink[r + i])).v;
     for (int key = chunk.from / 2 * 2; key < chunk.to; key += 2) {
-      const bf16 *first = chunk.values(key), *second = chunk.values(key + 1);
-      const int64_t next = chunk.next[key / kBlock] + d;
-      if (first) prefetch_early(first + next);
-      if (second) prefetch_early(second + next);
-      if (D == kWide && first) prefetch_early(first + next + 2 * kLanes);
-      if (D == kWide && second) prefetch_early(second + next + 2 * kLanes);
+      const bf16* pairs = chunk.values(key) + 2 * d;
+      const uint32_t seen = chunk.seen(key) & lanes;
       __m512i values[D];
-      for (int j = 0; j < D; ++j)
-        values[j] = interleaved(first ? first + d + j * kLanes : nullptr,
-                                second ? second + d + j * kLanes : nullptr, lanes);
+      for (int j = 0; j < D; ++j) {
+        values[j] = load_pairs(pairs + 2 * j * kLanes, seen);
+        prefetch_early(pairs + 2 * j * kLanes + chunk.next[key / kBlock]);
+      }
       for (int i = 0; i < R; ++i) {
         const __m512i weight = pair(rows.weights + (r + i) * kKeys + key);
         for (int j = 0; j < D; ++j)

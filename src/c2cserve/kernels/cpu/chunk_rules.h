@@ -59,14 +59,24 @@ inline uint32_t above(vec a, vec b) {
 #endif
 }
 
+// Of 16 pairs, bit 2 i of a mask is the first of the i-th pair, and bit 2 i + 1 the second.
+constexpr uint32_t kFirsts = 0x55555555, kSeconds = 0xaaaaaaaa;
+constexpr uint32_t first_pairs(int64_t count) {
+  return count < kWidth / 2 ? (uint32_t(1) << 2 * count) - 1 : ~uint32_t(0);
+}
+
 #if defined(__AVX512F__)
-// [a0 b0 a1 b1 ...] of two rows of 16; a row that is null counts as zeros.
-inline __m512i interleaved(const bf16* a, const bf16* b, __mmask16 lanes) {
-  const __m256i low = _mm256_maskz_loadu_epi16(a ? lanes : 0, a);
-  const __m256i high = _mm256_maskz_loadu_epi16(b ? lanes : 0, b);
-  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-  return _mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved), both);
+// 16 pairs, those of the mask; others are zeros, and not read.
+inline __m512i load_pairs(const bf16* p, uint32_t mask) {
+  return _mm512_maskz_loadu_epi16(__mmask32(mask), p);
 }
 #endif
+inline void copy_pairs(bf16* out, const bf16* p, uint32_t mask) {
+#if defined(__AVX512F__)
+  _mm512_storeu_si512(out, load_pairs(p, mask));
+#else
+  for (int i = 0; i < kWidth; ++i) out[i] = mask >> i & 1 ? p[i] : bf16{0};
+#endif
+}
 
 }  // namespace c2c::chunks

@@ -20,14 +20,16 @@ struct Chunk {
   int64_t first;  // key
   int from, to;   // keys of it that some row sees
   int64_t dim;
-  const bf16 *k[kBlocks], *v[kBlocks];  // planes [dim][16] and [16][dim] of the blocks it holds
+  const bf16 *k[kBlocks], *v[kBlocks];  // planes of the blocks it holds
   // How far the next chunk's planes lie from these, in elements: they are announced on the way.
   int64_t next[kBlocks];
 
   bool holds(int block) const { return (block + 1) * kBlock > from && block * kBlock < to; }
-  // A key's values, or null if no row sees it.
-  const bf16* values(int key) const {
-    return key >= from && key < to ? v[key / kBlock] + key % kBlock * dim : nullptr;
+  // Values of a key and the next one, in pairs, and which of each pair some row sees. `key` is even.
+  const bf16* values(int key) const { return v[key / kBlock] + key % kBlock * dim; }
+  uint32_t seen(int key) const {
+    return (key >= from && key < to ? kFirsts : 0) |
+           (key + 1 >= from && key + 1 < to ? kSeconds : 0);
   }
 };
 
@@ -155,7 +157,7 @@ inline void attend(const AttentionArgs& a, const Task& task, RowState* rows, int
   Buffers& buffers = Buffers::of_thread();
   const int64_t width = round_queries(task, rows, a.kv.head_dim, buffers.q);
   const float scale = a.scale * kLog2e;
-  [[maybe_unused]] const Units::Session session;
+  [[maybe_unused]] const Units::Session session(kRows, task.rows());
   for (int64_t b = begin; b < end;) {
     const int64_t next = std::min((b / kBlocks + 1) * kBlocks, end);
     const Chunk chunk = chunk_of(a, task, rows, b, next, end);

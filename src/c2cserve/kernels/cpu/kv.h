@@ -3,6 +3,12 @@
 //   block      [layer][k | v][kv head][plane]        a plane is 16 x head_dim elements
 //   k plane    [head_dim][16 tokens]                 transposed: a query's 16 scores come as whole
 //   v plane    [16 tokens][head_dim]                 vectors, without a horizontal sum
+//
+// In bf16, two values that are multiplied one after the other lie side by side, as bf16 units read
+// them. Float32 units take such a pair apart by one shift or one mask.
+//
+//   k plane    [head_dim / 2][16 tokens][2]          pairs of dimensions
+//   v plane    [8][head_dim][2]                      pairs of tokens
 #pragma once
 #include "rowwise.h"
 #include "simd.h"
@@ -11,6 +17,7 @@
 namespace c2c {
 
 constexpr int kBlock = 16;
+constexpr int kHeadMax = 512;
 
 struct KvArgs {
   uint8_t* arena;
@@ -44,6 +51,20 @@ void store_kv(const KvArgs& kv, int64_t slot, int64_t head, const float* k, cons
   T* vs = reinterpret_cast<T*>(kv.plane(slot / kBlock, 1, head)) + slot % kBlock * kv.head_dim;
   for (int64_t d = 0; d < kv.head_dim; ++d) from_float(ks[d * kBlock], k[d]);
   narrow(vs, v, kv.head_dim);
+}
+
+template <>
+inline void store_kv<bf16>(const KvArgs& kv, int64_t slot, int64_t head, const float* k,
+                           const float* v) {
+  const int64_t token = slot % kBlock, dim = kv.head_dim;
+  bf16* ks = reinterpret_cast<bf16*>(kv.plane(slot / kBlock, 0, head)) + 2 * token;
+  bf16* vs = reinterpret_cast<bf16*>(kv.plane(slot / kBlock, 1, head)) + token / 2 * 2 * dim;
+  bf16 rounded[kHeadMax];
+  narrow(rounded, k, dim);
+  for (int64_t d = 0; d < dim; d += 2)
+    std::memcpy(ks + d * kBlock, rounded + d, 2 * sizeof(bf16));
+  narrow(rounded, v, dim);
+  for (int64_t d = 0; d < dim; ++d) vs[2 * d + token % 2] = rounded[d];
 }
 
 template <typename T>

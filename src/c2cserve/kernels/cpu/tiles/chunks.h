@@ -1,5 +1,5 @@
-// The products of a chunk of attention on AMX tiles, of up to 16 rows. Keys and values are laid out
-// in pairs.
+// The products of a chunk of attention on AMX tiles, of up to 16 rows. The cache has keys and values
+// in pairs, as B.
 //
 //   scores   A = q [16 rows][32 dimensions]    B = k [16 pairs of dimensions][16 keys]
 //   sums     A = weights [16 rows][32 keys]    B = v [16 pairs of keys][16 dimensions]
@@ -17,19 +17,24 @@ class Units {
   Units() { std::fill_n(ones_, kTile, bf16{0x3f80}); }
 
   void take(const Chunk& chunk) {
-    const int64_t steps = (chunk.dim + kWidth - 1) / kWidth;
     for (int block = 0; block < kBlocks; ++block)
-      if (chunk.holds(block)) take_keys(chunk, block, steps);
+      if (chunk.holds(block)) take_keys(chunk, block);
     for (int key = 0; key < kKeys; key += 2) take_values(chunk, key);
   }
 
-  // Scores of blocks that are not there are of no use, and are not looked at.
+  // Scores of blocks that are not there are zeros, and are not looked at.
   void score(const Chunk& chunk, Rows& rows) const {
-    const int64_t steps = (chunk.dim + kWidth - 1) / kWidth, block = steps * kTile;
     tiles::zero_sums();
-    for (int64_t s = 0; s < steps; ++s) {
+    for (int64_t s = 0; s * kWidth < chunk.dim; ++s) {
+      const bool whole = (s + 1) * kWidth <= chunk.dim;
+      const auto keys = [&](int block) {
+        return whole ? chunk.k[block] + s * kTile : ends_ + block * kTile;
+      };
       tiles::load<4>(rows.q + s * kWidth, rows.width * int64_t(sizeof(bf16)));
-      multiply(k_ + s * kTile, block);
+      if (chunk.holds(0)) multiply<0>(keys(0));
+      if (chunk.holds(1)) multiply<1>(keys(1));
+      if (chunk.holds(2)) multiply<2>(keys(2));
+      if (chunk.holds(3)) multiply<3>(keys(3));
     }
     constexpr int64_t kStride = kKeys * sizeof(float);
     tiles::store<0>(rows.scores, kStride);
@@ -73,51 +78,34 @@ class Units {
   static constexpr int kTogether = 4;         // tiles of sums
   static constexpr int kSteps = kKeys / kWidth;
 
-  // The tile of A with four tiles of B, `apart` from each other.
-  static void multiply(const bf16* b, int64_t apart) {
-    tiles::load<6>(b, tiles::kLine);
-    tiles::multiply<0, 4, 6>();
-    tiles::load<7>(b + apart, tiles::kLine);
-    tiles::multiply<1, 4, 7>();
-    tiles::load<6>(b + 2 * apart, tiles::kLine);
-    tiles::multiply<2, 4, 6>();
-    tiles::load<7>(b + 3 * apart, tiles::kLine);
-    tiles::multiply<3, 4, 7>();
+  // The tile of A with one of B.
+  template <int C>
+  static void multiply(const bf16* b) {
+    tiles::load<6 + C % 2>(b, tiles::kLine);
+    tiles::multiply<C, 4, 6 + C % 2>();
   }
 
-  static void interleave(bf16* out, const bf16* a, const bf16* b, int lanes) {
-#if defined(__AVX512F__)
-    _mm512_storeu_si512(out, interleaved(a, b, __mmask16((1u << lanes) - 1)));
-#else
-    for (int l = 0; l < 16; ++l) {
-      out[2 * l] = a && l < lanes ? a[l] : bf16{0};
-      out[2 * l + 1] = b && l < lanes ? b[l] : bf16{0};
-    }
-#endif
+  // Keys are read where they lie, but for the last dimensions if those fill no tile.
+  void take_keys(const Chunk& chunk, int block) {
+    const bf16* k = chunk.k[block];
+    for (int64_t d = 0; d < chunk.dim; d += 2) prefetch_early(k + d * kBlock + chunk.next[block]);
+    const int64_t whole = chunk.dim / kWidth * kWidth, rest = (chunk.dim - whole) * kBlock;
+    if (rest == 0) return;
+    bf16* out = ends_ + block * kTile;
+    std::memcpy(out, k + whole * kBlock, size_t(rest) * sizeof(bf16));
+    std::memset(out + rest, 0, size_t(kTile - rest) * sizeof(bf16));
   }
 
-  void take_keys(const Chunk& chunk, int block, int64_t steps) {
-    bf16* out = k_ + block * steps * kTile;
-    for (int64_t d = 0; d < steps * kWidth; d += 2, out += kWidth) {
-      const bf16* k = d < chunk.dim ? chunk.k[block] + d * kBlock : nullptr;
-      interleave(out, k, k ? k + kBlock : nullptr, kBlock);
-      if (k) prefetch_early(k + chunk.next[block]);
-    }
-  }
-
-  // Two keys' values, or zeros where no row sees them, to [16 dimensions][32 keys] tiles.
+  // Two keys' values, or zeros where no row sees them, to [16 dimensions][32 keys] tiles. Those of a tile
+  // lie in two blocks: so they are copied.
   void take_values(const Chunk& chunk, int key) {
-    const bf16 *first = chunk.values(key), *second = chunk.values(key + 1);
-    const int64_t pair = key / 2 * kWidth;  // within a row of tiles
-    const int64_t lines_of_tiles = RowState::padded(chunk.dim) / kLine;
-    for (int64_t d = 0; first && d < chunk.dim; d += 2 * kLine) {
-      prefetch_early(first + d + chunk.next[key / kBlock]);
-      if (second) prefetch_early(second + d + chunk.next[key / kBlock]);
-    }
-    for (int64_t t = 0; t < lines_of_tiles; ++t) {
-      const int64_t d = t * kLine, lanes = std::min<int64_t>(chunk.dim - d, kLine);
-      interleave(v_ + t * kSteps * kTile + pair, first ? first + d : nullptr,
-                 second ? second + d : nullptr, int(lanes));
+    const uint32_t seen = chunk.seen(key);
+    const bf16* pairs = seen ? chunk.values(key) : nullptr;
+    const int64_t next = chunk.next[key / kBlock];
+    bf16* out = v_ + key / 2 * kWidth;
+    for (int64_t d = 0; d < chunk.dim; d += kLine, out += kSteps * kTile) {
+      copy_pairs(out, pairs + 2 * d, seen & first_pairs(chunk.dim - d));
+      if (seen) prefetch_early(pairs + 2 * d + next);
     }
   }
 
@@ -126,7 +114,7 @@ class Units {
       store(acc + i, mul(load(acc + i), splat(by)));
   }
 
-  alignas(64) bf16 k_[kKeys * kHeadMax];  // [block][32 dimensions][16 pairs][16 keys][2]
+  alignas(64) bf16 ends_[kBlocks * kTile];  // [block][16 pairs of dimensions][16 keys][2]
   alignas(64) bf16 v_[kKeys * kHeadMax];  // [16 dimensions][32 keys][16 pairs][16 dimensions][2]
   alignas(64) bf16 ones_[kTile];
 };

@@ -14,21 +14,20 @@ inline bf16* bf16_room(Scratch& scratch, int64_t n) {
   return reinterpret_cast<bf16*>(scratch.room(n / 2));
 }
 
-// out[l][i] = lines[i][l] for l < lanes: 32 lines of 16 values to a tile of A. A line that is null
-// counts as zeros.
-inline void turn_lines(bf16* out, const bf16* const (&lines)[kWidth], int lanes) {
+// out[l][p] = pairs[p][l]: 16 lines of 16 pairs of values to a tile of A. Of each line, those of its
+// mask; others are zeros.
+inline void turn_lines(bf16* out, const bf16* const (&lines)[16], const uint32_t (&masks)[16]) {
 #if defined(__AVX512F__)
   __m512i pairs[16];
-  const __mmask16 some = __mmask16((1u << lanes) - 1);
 #pragma GCC unroll 16
-  for (int p = 0; p < 16; ++p) pairs[p] = interleaved(lines[2 * p], lines[2 * p + 1], some);
+  for (int p = 0; p < 16; ++p) pairs[p] = load_pairs(lines[p], masks[p]);
   transpose16(pairs);
 #pragma GCC unroll 16
   for (int l = 0; l < 16; ++l) _mm512_storeu_si512(out + l * kWidth, pairs[l]);
 #else
   for (int l = 0; l < 16; ++l)
     for (int i = 0; i < kWidth; ++i)
-      out[l * kWidth + i] = lines[i] && l < lanes ? lines[i][l] : bf16{0};
+      out[l * kWidth + i] = masks[i / 2] >> (2 * l + i % 2) & 1 ? lines[i / 2][2 * l + i % 2] : bf16{0};
 #endif
 }
 
@@ -82,21 +81,30 @@ class SplitLayout {
 
   void take_keys(bf16* out, const bf16* plane) const {
     for (int64_t s = 0; s < steps_; ++s) {
-      const bf16* lines[kWidth];
-      for (int64_t i = 0; i < kWidth; ++i)
-        lines[i] = s * kWidth + i < dim_ ? plane + (s * kWidth + i) * kBlock : nullptr;
-      turn_lines(out + s * kTile, lines, kBlock);
+      const bf16* lines[16];
+      uint32_t masks[16];
+      for (int64_t p = 0; p < 16; ++p) {
+        const int64_t d = s * kWidth + 2 * p;
+        lines[p] = plane + d * kBlock;
+        masks[p] = d < dim_ ? ~uint32_t(0) : 0;
+      }
+      turn_lines(out + s * kTile, lines, masks);
     }
   }
 
   // Of two blocks; keys outside of [from, to) are seen by no row and count as zeros.
   void take_values(bf16* out, const bf16* const (&planes)[2], int64_t from, int64_t to) const {
     for (int64_t t = 0; t < lines_; ++t) {
-      const bf16* lines[kWidth];
-      for (int64_t i = 0; i < kWidth; ++i)
-        lines[i] = i >= from && i < to
-                       ? planes[i / kBlock] + i % kBlock * dim_ + t * kRows : nullptr;
-      turn_lines(out + t * kHalves * kTile, lines, int(std::min<int64_t>(kRows, dim_ - t * kRows)));
+      const bf16* lines[16];
+      uint32_t masks[16];
+      for (int64_t p = 0; p < 16; ++p) {
+        const int64_t key = 2 * p;
+        masks[p] = ((key >= from && key < to ? kFirsts : 0) |
+                    (key + 1 >= from && key + 1 < to ? kSeconds : 0)) &
+                   first_pairs(dim_ - t * kRows);
+        lines[p] = masks[p] ? planes[key / kBlock] + key % kBlock * dim_ + 2 * t * kRows : nullptr;
+      }
+      turn_lines(out + t * kHalves * kTile, lines, masks);
     }
   }
 
