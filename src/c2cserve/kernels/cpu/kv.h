@@ -94,8 +94,9 @@ inline int64_t misplaced_token(const RopeStoreArgs& a) {
 
 template <typename T>
 void rope_store_typed(ThreadPool& pool, const RopeStoreArgs& a) {
-  const int64_t width = (a.heads + 2 * a.kv.kv_heads) * a.kv.head_dim;
-  pool.rows(a.tokens, 2 * width, [&](int64_t t) { rope_store_row<T>(a, t); });
+  // Keys go to lines that no cache has: each pair takes as long as many operations.
+  const int64_t stored = a.kv.kv_heads * a.kv.head_dim, width = a.heads * a.kv.head_dim + 2 * stored;
+  pool.rows(a.tokens, 2 * width + 24 * stored, [&](int64_t t) { rope_store_row<T>(a, t); });
 }
 
 // `a` has no misplaced token. `dtype`: the cache's.
