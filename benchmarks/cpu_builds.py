@@ -10,8 +10,8 @@ the last norm, and the head for the rows that get a token. Tokens of all builds 
 
     prompt   one prompt of so many tokens
     decode   one token of each of so many sequences, with `--context` tokens before it.
-             `share_of_read`: the time of a loop that only reads the weights over a step's, the median
-             over rounds. `share_of_best_read`: that of the loop's best round over the median step
+             `share_of_read`: the time of a loop that only reads the weights over a step's, the
+             median over rounds. `share_of_best_read`: its best round over the median step
     chunks   each prompt in steps of so many tokens at most, with the last build. `ratio`: the time
              of the first size of chunks by another's
 
