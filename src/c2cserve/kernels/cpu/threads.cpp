@@ -56,7 +56,7 @@ void ThreadPool::run_part(int part, int parts) {
   done_.fetch_add(1, std::memory_order_release);
 }
 
-// The part of a thread, if nobody has taken it. A helper may be late, and ask with the ticket of a call
+// The part of a thread, if it is not taken. A helper may be late, and ask with the ticket of a call
 // that is over: then its part was taken in that call or in a later one.
 void ThreadPool::take_own(int part, uint64_t ticket) {
   const uint64_t now = generation(ticket);

@@ -127,7 +127,7 @@ class ThreadPool {
   //
   // Parts of a call that has no more of them than threads belong to one thread each. It takes its part
   // in a line of its own, because 16 threads that change one line need 2 us. The caller takes those
-  // that nobody has begun. Parts of a larger call are taken one after another by `next part`.
+  // that no thread has begun. Parts of a larger call are taken one after another by `next part`.
   //
   // Helpers that wait read the ticket all the time. So parts that are done are counted in another
   // line: else each count would take the line from all of them.
