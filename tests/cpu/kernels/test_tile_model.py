@@ -187,16 +187,19 @@ def test_gated_products_have_the_bits_of_their_halves(
 
 
 @pytest.mark.parametrize("isa", TILED)
-@pytest.mark.parametrize("inner", [16, 28, 48, 96, pytest.param(2100, marks=pytest.mark.slow)])
-def test_what_tiles_write_for_the_next_product_has_the_bits_of_rows(inner: int, isa: str) -> None:
+@pytest.mark.parametrize("tokens", [5, 20, 75])
+@pytest.mark.parametrize("inner", [16, 27, 28, 48, 96, pytest.param(2100, marks=pytest.mark.slow)])
+def test_what_tiles_write_for_the_next_product_has_the_bits_of_rows(
+    inner: int, tokens: int, isa: str
+) -> None:
     """The one expert of a token is its gated product and the one after it."""
-    ops, tokens, hidden = CpuOps(2, isa=isa), 75, 64
+    ops, hidden = CpuOps(2, isa=isa), 64
     w13 = (noise(1, 2 * inner, hidden, seed=1) / 4).bfloat16()
     w2 = (noise(1, hidden, inner, seed=2) / 4).bfloat16()
     whole = (inner // 32 + 2) * 32
     wider = torch.ones(1, 2 * whole, hidden).bfloat16(), torch.ones(1, hidden, whole).bfloat16()
     x = noise(tokens, hidden)
-    x[3, 5], x[4, 6], x[70, 7] = torch.nan, torch.inf, 1e30  # and those beside them are numbers
+    x[3, 5], x[4, 6], x[tokens - 5, 7] = torch.nan, torch.inf, 1e30  # and those beside them are numbers
     ids, weights = torch.zeros((tokens, 1), dtype=torch.int32), torch.ones((tokens, 1))
     want = 0.0 + ops.linear(ops.gated(x, w13[0]), w2[0])  # a token's sum begins with zero
     for copies in COPIES:

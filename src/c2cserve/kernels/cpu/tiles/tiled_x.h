@@ -172,10 +172,10 @@ class TiledRow {
   int64_t columns_;
 };
 
-// Zeros behind the columns of rows that are written one by one.
+// Zeros behind the columns of rows that are written one by one, or value by value.
 inline void clear_ends(bf16* data, int64_t tokens, int64_t width) {
   const TiledX shape = TiledX::of(tokens, width);
-  const int64_t held = width * shape.columns, size = shape.tile_size();
+  const int64_t held = width / 2 * 2 * shape.columns, size = shape.tile_size();
   for (int64_t t = 0; held < size && t < (tokens + kTile - 1) / kTile; ++t)
     std::memset(data + t * size + held, 0, size_t(size - held) * sizeof(bf16));
 }
