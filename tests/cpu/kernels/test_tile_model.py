@@ -199,7 +199,11 @@ def test_what_tiles_write_for_the_next_product_has_the_bits_of_rows(
     whole = (inner // 32 + 2) * 32
     wider = torch.ones(1, 2 * whole, hidden).bfloat16(), torch.ones(1, hidden, whole).bfloat16()
     x = noise(tokens, hidden)
-    x[3, 5], x[4, 6], x[tokens - 5, 7] = torch.nan, torch.inf, 1e30  # and those beside them are numbers
+    x[3, 5], x[4, 6], x[tokens - 5, 7] = (
+        torch.nan,
+        torch.inf,
+        1e30,
+    )  # and those beside them are numbers
     ids, weights = torch.zeros((tokens, 1), dtype=torch.int32), torch.ones((tokens, 1))
     want = 0.0 + ops.linear(ops.gated(x, w13[0]), w2[0])  # a token's sum begins with zero
     for copies in COPIES:
