@@ -88,8 +88,9 @@ class Units {
       const uint32_t seen = chunk.seen(key) & lanes;
       __m512i values[D];
       for (int j = 0; j < D; ++j) {
-        values[j] = load_pairs(pairs + 2 * j * kLanes, seen);
-        prefetch_early(pairs + 2 * j * kLanes + chunk.next[key / kBlock]);
+        const bf16* at = pairs + 2 * j * kLanes;
+        values[j] = ~seen ? load_pairs(at, seen) : _mm512_loadu_si512(at);
+        prefetch_early(at + chunk.next[key / kBlock]);
       }
       for (int i = 0; i < R; ++i) {
         const __m512i weight = pair(rows.weights + (r + i) * kKeys + key);
