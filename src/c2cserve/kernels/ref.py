@@ -38,9 +38,7 @@ def read_block(arena: Tensor, kv: KvLayout, layer: int, block: int) -> tuple[Ten
     return keys.reshape(shape), values.reshape(shape)
 
 
-def write_token(
-    arena: Tensor, kv: KvLayout, layer: int, slot: int, k: Tensor, v: Tensor
-) -> None:  # fmt: skip
+def write_token(arena: Tensor, kv: KvLayout, layer: int, slot: int, k: Tensor, v: Tensor) -> None:
     """Store a token's keys and values, [kv_heads, D] each."""
     keys, values = _block_views(arena, kv, layer, slot // BLOCK_TOKENS)
     at, pair = slot % BLOCK_TOKENS, values.shape[2]

@@ -199,11 +199,8 @@ def test_what_tiles_write_for_the_next_product_has_the_bits_of_rows(
     whole = (inner // 32 + 2) * 32
     wider = torch.ones(1, 2 * whole, hidden).bfloat16(), torch.ones(1, hidden, whole).bfloat16()
     x = noise(tokens, hidden)
-    x[3, 5], x[4, 6], x[tokens - 5, 7] = (
-        torch.nan,
-        torch.inf,
-        1e30,
-    )  # and those beside them are numbers
+    x[3, 5], x[4, 6] = torch.nan, torch.inf  # and those beside them are numbers
+    x[tokens - 5, 7] = 1e30
     ids, weights = torch.zeros((tokens, 1), dtype=torch.int32), torch.ones((tokens, 1))
     want = 0.0 + ops.linear(ops.gated(x, w13[0]), w2[0])  # a token's sum begins with zero
     for copies in COPIES:
@@ -225,6 +222,7 @@ def test_layers_are_their_operators_one_by_one(
 ) -> None:
     whole, single = Model.of(CpuOps(3, isa=isa), kind), Model.of(OneByOne(1, isa=isa), kind)
     got, want = whole.run(spans), single.run(spans)
+    assert spans is not WHOLE or sum(map(len, got.values())) > 32
     assert all(torch.equal(got[s].view(torch.int32), want[s].view(torch.int32)) for s in spans)
     assert torch.equal(whole.arena, single.arena)
 

@@ -32,7 +32,7 @@ struct Share {
   bool sees_as(const Share& other) const { return from == other.from && to == other.to; }
 };
 
-// Body<0>(i) for an even i, Body<1>(i) for an odd one.
+// body(0) for an even i, body(1) for an odd one: as constants.
 template <typename Body>
 C2C_INLINE inline void by_parity(int64_t i, const Body& body) {
   if (i % 2 == 0)

@@ -64,6 +64,11 @@ constexpr uint32_t kFirsts = 0x55555555, kSeconds = 0xaaaaaaaa;
 constexpr uint32_t first_pairs(int64_t count) {
   return count < kWidth / 2 ? (uint32_t(1) << 2 * count) - 1 : ~uint32_t(0);
 }
+// Of pairs of a key and the next one: those whose keys lie in [from, to).
+constexpr uint32_t pairs_seen(int64_t key, int64_t from, int64_t to) {
+  return (key >= from && key < to ? kFirsts : 0) |
+         (key + 1 >= from && key + 1 < to ? kSeconds : 0);
+}
 
 #if defined(__AVX512F__)
 // 16 pairs, those of the mask; others are zeros, and not read.

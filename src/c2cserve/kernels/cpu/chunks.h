@@ -27,10 +27,7 @@ struct Chunk {
   bool holds(int block) const { return (block + 1) * kBlock > from && block * kBlock < to; }
   // Values of a key and the next one, in pairs, and which of each pair some row sees. `key` is even.
   const bf16* values(int key) const { return v[key / kBlock] + key % kBlock * dim; }
-  uint32_t seen(int key) const {
-    return (key >= from && key < to ? kFirsts : 0) |
-           (key + 1 >= from && key + 1 < to ? kSeconds : 0);
-  }
+  uint32_t seen(int key) const { return pairs_seen(key, from, to); }
 };
 
 static_assert(kTaskRows <= kRows, "a task's rows go through a chunk together");

@@ -99,9 +99,7 @@ class SplitLayout {
       uint32_t masks[16];
       for (int64_t p = 0; p < 16; ++p) {
         const int64_t key = 2 * p;
-        masks[p] = ((key >= from && key < to ? kFirsts : 0) |
-                    (key + 1 >= from && key + 1 < to ? kSeconds : 0)) &
-                   first_pairs(dim_ - t * kRows);
+        masks[p] = pairs_seen(key, from, to) & first_pairs(dim_ - t * kRows);
         lines[p] = masks[p] ? planes[key / kBlock] + key % kBlock * dim_ + 2 * t * kRows : nullptr;
       }
       turn_lines(out + t * kHalves * kTile, lines, masks);
