@@ -8,12 +8,13 @@
 //                   ..
 //
 // A processor's own prefetching follows some 16 or 32 long sequences. If a strip's rows are neighbours
-// instead, a sequence is no longer than a row.
+// instead, a sequence is no longer than a row. Nothing is read while outputs are written, so that is
+// short: several strips at a time, in runs (few_writes.h).
 #pragma once
 #include <atomic>
 #include <optional>
 
-#include "strips.h"
+#include "few_writes.h"
 
 #if defined(C2C_TILES)
 namespace c2c {
@@ -44,27 +45,20 @@ class Ranges {
   int64_t unit_, units_, count_;
 };
 
-// `gap` strips of `rows` outputs. The first has outputs n, n + gap, n + 2 gap and so on, the next one
-// those behind them.
-struct Spread {
-  int64_t n, gap, rows;
-
-  int64_t end() const { return n + gap * rows; }
-};
-
 // A thread's strips, range by range.
 template <int NB>
 class FewRows {
  public:
   FewRows(const LinearArgs& a, const TiledX& x)
-      : a_(a), x_(x), row_bytes_(a.w_stride * int64_t(sizeof(bf16))),
-        sums_(Buffers::of_thread().sums) {}
+      : a_(a), x_(x), row_bytes_(a.w_stride * int64_t(sizeof(bf16))), writer_(a, x.columns) {}
 
   // Outputs [n, n1), halves of tiles. Those of [after, end) are read next, if there are any.
   void multiply(int64_t n, int64_t n1, int64_t after, int64_t end) {
     for (Spread now = first(n, n1), next; now.gap > 0; now = next) {
       next = first(now.end(), n1);
-      multiply(now, next.gap > 0 ? next : first(after, end));
+      if (now.rows != rows_) session_.emplace(int(x_.columns), int(rows_ = now.rows));
+      const auto strips = now.rows == kTile ? &FewRows::strips<kTile> : &FewRows::strips<kHalfTile>;
+      (this->*strips)(now, strip(next.gap > 0 ? next : first(after, end), 0));
     }
   }
 
@@ -75,16 +69,14 @@ class FewRows {
     int64_t apart;
   };
 
-  // The first of [n, n1): as many whole tiles as can be, or half of one.
+  // The first of [n, n1): as many whole tiles as can be, or half of one. One strip, or an even number
+  // of them: outputs are written in pairs.
   Spread first(int64_t n, int64_t n1) const {
     const int64_t tiles = (n1 - n) / kTile;
     if (tiles == 0) return {n, (n1 - n) / kHalfTile, kHalfTile};
-    return {n, crowded(tiles) ? tiles - 1 : tiles, kTile};
-  }
-
-  // Whether rows that lie so far apart share lines of the cache, where rows less far apart do not.
-  bool crowded(int64_t gap) const {
-    return gap > 1 && share_lines(gap * row_bytes_) && !share_lines(row_bytes_);
+    int64_t gap = tiles / 2 * 2;
+    while (gap > 0 && share_set(gap * row_bytes_)) gap -= 2;
+    return {n, std::max<int64_t>(gap, 1), kTile};
   }
 
   Rows strip(const Spread& of, int64_t j) const {
@@ -92,43 +84,67 @@ class FewRows {
     return {w + (of.n + j) * row_bytes_, of.gap * row_bytes_};
   }
 
-  void multiply(const Spread& now, const Spread& next) {
-    if (now.rows != rows_) session_.emplace(int(x_.columns), int(rows_ = now.rows));
-    for (int64_t j = 0; j < now.gap; ++j) {
-      const Rows w = strip(now, j), after = j + 1 < now.gap ? strip(now, j + 1) : strip(next, 0);
-      walk(w, after, sums_);
-      if (a_.gated) {
-        const int64_t ups = a_.n * row_bytes_;
-        walk({w.at + ups, w.apart}, {after.at + ups, after.apart}, sums_ + NB * kTile * kTile);
+  // Those of `now`, of so many outputs. `next` is read after them.
+  template <int Outputs>
+  void strips(const Spread& now, const Rows& next) const {
+    const int64_t ups = a_.n * row_bytes_;
+    for (int64_t j = 0; j < now.gap; j += FewWriter<NB>::kStrips) {
+      const int64_t count = std::min<int64_t>(now.gap - j, FewWriter<NB>::kStrips);
+      for (int64_t s = 0; s < count; ++s) {
+        const Rows w = strip(now, j + s);
+        const Rows after = j + s + 1 < now.gap ? strip(now, j + s + 1) : next;
+        walk<Outputs>(w, after, writer_.sums(s));
+        if (a_.gated)
+          walk<Outputs>({w.at + ups, w.apart}, {after.at + ups, after.apart},
+                        writer_.sums(s, true));
       }
-      write_strip(a_, Strip(a_, now.n + j, now.n + j + now.rows, now.gap), sums_, NB, 0);
+      writer_.write(now, j, count);
     }
   }
 
+  // What is read after a strip is announced while its last steps are multiplied.
+  template <int Outputs>
   void walk(const Rows& w, const Rows& after, float* sums) const {
-    const bf16* x[NB];
-    for (int b = 0; b < NB; ++b) x[b] = x_.tile(b);
+    const int64_t steps = x_.steps, ahead = std::min(steps, kNearSteps);
+    Position at{w.at, w.apart, x_.data, x_.tile_size(), x_.columns};
     Chain<1, NB>::begin(nullptr);
-    for (int64_t k = 0; k < x_.steps; ++k) {
-      const int64_t near = k + kNearSteps, beyond = near - x_.steps;
-      announce(beyond < 0 ? w : after, beyond < 0 ? near : std::min(beyond, x_.steps - 1));
-      const uint8_t* line = w.at + k * tiles::kLine;
-      Chain<1, NB>::step(line, {line, w.apart, 0, tiles::kLine}, x, 4 * x_.columns);
-      for (int b = 0; b < NB; ++b) x[b] += x_.step_size();
+    at = steps_of<Outputs>(at, steps - ahead, {w.at + ahead * tiles::kLine, w.apart});
+    steps_of<Outputs>(at, ahead, after);
+    Chain<1, NB>::end(sums, x_.columns);
+  }
+
+  struct Position {
+    const uint8_t* w;
+    int64_t apart;
+    const bf16* x;
+    int64_t x_tile, columns;
+  };
+
+  template <int Outputs>
+  static Position steps_of(Position at, int64_t count, Rows announced) {
+    for (int64_t k = 0; k < count; ++k) {
+      announce<Outputs>(announced);
+      announced.at += tiles::kLine;
+      const bf16* x[2] = {at.x, at.x + at.x_tile};
+      Chain<1, NB>::step(at.w, {at.w, at.apart, 0, tiles::kLine}, x, 4 * at.columns);
+      at.w += tiles::kLine;
+      at.x += kStepColumns * at.columns;
     }
-    Chain<1, NB>::end(sums);
+    return at;
   }
 
   // A line of each row, into the first-level cache.
-  void announce(const Rows& w, int64_t step) const {
-    const uint8_t* line = w.at + step * tiles::kLine;
-    for (int64_t r = 0; r < rows_; ++r, line += w.apart) prefetch(line);
+  template <int Outputs>
+  static void announce(const Rows& of) {
+    const uint8_t* line = of.at;
+#pragma GCC unroll 16
+    for (int r = 0; r < Outputs; ++r, line += of.apart) prefetch(line);
   }
 
   const LinearArgs& a_;
   const TiledX& x_;
   const int64_t row_bytes_;
-  float* const sums_;
+  const FewWriter<NB> writer_;
   int64_t rows_ = 0;  // that tiles are configured for
   std::optional<tiles::Session> session_;
 };

@@ -56,7 +56,7 @@ inline int64_t chunk_steps(int64_t steps, int64_t pairs) {
 // Whether tiles read rows of w where they lie. Rows that share lines of the cache are copied.
 inline bool rows_in_place(const LinearArgs& a) {
   return a.k % kStepColumns == 0 && a.w_stride % kStepColumns == 0 &&
-         !share_lines(a.w_stride * int64_t(sizeof(bf16)));
+         !share_sets(a.w_stride * int64_t(sizeof(bf16)));
 }
 
 // A block of rows of x with a range of outputs.

@@ -34,8 +34,8 @@ struct Chain {
     (tiles::load<C>(parked + C * kTile * kTile, tiles::kLine), ...);
   }
   template <int... C>
-  static inline void store_all(float* parked, std::integer_sequence<int, C...>) {
-    (tiles::store<C>(parked + C * kTile * kTile, tiles::kLine), ...);
+  static inline void store_all(float* parked, int64_t line, std::integer_sequence<int, C...>) {
+    (tiles::store<C>(parked + C * kTile * kTile, line), ...);
   }
   static inline void begin(const float* parked) {
     if (parked)
@@ -43,9 +43,9 @@ struct Chain {
     else
       zero_all(std::make_integer_sequence<int, NA * NB>());
   }
-  // Tile [a][b] of the strip at (a * NB + b) * 256.
-  static inline void end(float* sums) {
-    store_all(sums, std::make_integer_sequence<int, NA * NB>());
+  // Tile [a][b] of the strip at (a * NB + b) * 256, with so many rows of x for each output.
+  static inline void end(float* sums, int64_t columns = kTile) {
+    store_all(sums, int64_t(sizeof(float)) * columns, std::make_integer_sequence<int, NA * NB>());
   }
 
   template <int A>
@@ -63,34 +63,32 @@ struct Chain {
   }
 };
 
-// Whether rows that lie so many bytes apart share a few lines of the first-level cache.
-inline bool share_lines(int64_t bytes) {
-  constexpr int64_t kSets = 64;  // of that cache
-  return bytes / tiles::kLine % (kSets / 2) == 0;
-}
+constexpr int64_t kSets = 64;  // of the first-level cache
+
+// Whether rows that lie so many bytes apart share one set of it, or two at most.
+inline bool share_set(int64_t bytes) { return bytes / tiles::kLine % kSets == 0; }
+inline bool share_sets(int64_t bytes) { return bytes / tiles::kLine % (kSets / 2) == 0; }
 
 // Outputs of a strip: of a gated product, one tile has their gates and the other their ups.
 inline int64_t strip_outputs(const LinearArgs& a) { return a.gated ? kTile : kStripTiles * kTile; }
 
-// Outputs [n, n + count), as many tiles as hold them, and their biases. Those of a lone tile may lie
-// `gap` apart instead.
+// Outputs [n, n + count), as many tiles as hold them, and their biases.
 struct Strip {
   int64_t n, count;
   int tiles;
   int64_t hop;  // rows of w from a tile's first to the next tile's
-  int64_t gap;
   bool gated, biased;
   float bias[kStripTiles * kTile];
 
-  Strip(const LinearArgs& a, int64_t from, int64_t to, int64_t apart = 1)
+  Strip(const LinearArgs& a, int64_t from, int64_t to)
       : n(from), count(to - from), tiles(a.gated ? 2 : int((count + kTile - 1) / kTile)),
-        hop(a.gated ? a.n : kTile), gap(apart), gated(a.gated), biased(a.bias) {
+        hop(a.gated ? a.n : kTile), gated(a.gated), biased(a.bias) {
     for (int j = 0; biased && j < tiles * kTile; ++j)
       bias[j] = holds(j) ? bias_at(a, row(j)) : 0.0f;
   }
 
   // Row `j` of the tiles, as a row of w, and whether there is one.
-  int64_t row(int j) const { return n + j / kTile * hop + j % kTile * gap; }
+  int64_t row(int j) const { return n + j / kTile * hop + j % kTile; }
   bool holds(int j) const { return (gated ? j % kTile : j) < count; }
 };
 
@@ -109,9 +107,7 @@ inline void write_rows(const LinearArgs& a, const Strip& strip, const float* tur
                        int64_t count, int64_t m, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) {
     float* out = a.out + (m + i) * a.out_stride + n;
-    if (strip.gap > 1)
-      for (int64_t j = 0; j < count; ++j) out[j * strip.gap] = turned[i * kTile + j];
-    else if (count == kTile)
+    if (count == kTile)
       std::memcpy(out, turned + i * kTile, kTile * sizeof(float));
     else
       std::memcpy(out, turned + i * kTile, size_t(count) * sizeof(float));
@@ -164,7 +160,7 @@ inline void write_tiled(const LinearArgs& a, const Strip& strip, const float* ga
     std::memset(out + whole / 2, 0, size_t(whole / 2) * sizeof(bf16));
 }
 
-// The same of few rows of x, whose tiles are narrower, and of outputs that may lie apart.
+// The same of few rows of x, whose tiles are narrower.
 inline void write_few_tiled(const LinearArgs& a, const Strip& strip, const float* gates,
                             const float* ups, int64_t m, int64_t rows) {
   alignas(64) float act[kTile * kTile], biased[kTile * kTile];
@@ -180,7 +176,7 @@ inline void write_few_tiled(const LinearArgs& a, const Strip& strip, const float
   const TiledX x = TiledX::of(a.m, a.n);
   bf16* tile = a.tiled_out + m / kTile * x.tile_size();
   for (int j = 0; j < int(strip.count); ++j) {
-    const int64_t n = strip.row(j);
+    const int64_t n = strip.n + j;
     bf16* out = tile + n / 2 * 2 * x.columns + n % 2;
     for (int64_t r = 0; r < rows; ++r) out[2 * r] = rounded[j * kTile + r];
   }
@@ -204,16 +200,12 @@ inline void write_piece(const LinearArgs& a, const Strip& strip, const float* su
     write_tile(a, strip, piece / columns, tile, row, rows);
 }
 
-inline void write_strip(const LinearArgs& a, const Strip& strip, const float* sums, int columns,
-                        int64_t m) {
-  for (int piece = 0; piece < pieces_of(strip, columns); ++piece)
-    write_piece(a, strip, sums, columns, piece, m);
-}
-
 // What a thread works in, kept from call to call.
 struct Buffers {
   Scratch copy, parked;
   alignas(64) float sums[4 * kTile * kTile] = {};
+  // Four strips, gates and ups, two tiles of x. Whole vectors are read up to their end.
+  alignas(64) float few[(16 + 1) * kTile * kTile] = {};
 
   static Buffers& of_thread() {
     thread_local Buffers buffers;

@@ -1,4 +1,4 @@
-// Turning a square of 16 x 16 words of 32 bits.
+// Turning squares of words of 32 bits: 16 x 16, or 4 rows of 16.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -64,6 +64,40 @@ inline void transpose16(Word* out, int64_t out_stride, const Word* in, int64_t i
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i)
       if (i < columns) _mm512_mask_storeu_epi32(out + i * out_stride, wanted, v[i]);
+  }
+#else
+  for (int c = 0; c < columns; ++c)
+    for (int r = 0; r < rows; ++r) out[c * out_stride + r] = in[r * in_stride + c];
+#endif
+}
+
+// The same of 4 rows at most. It reads 16 words of each.
+template <typename Word>
+inline void transpose4(Word* out, int64_t out_stride, const Word* in, int64_t in_stride, int rows,
+                       int columns) {
+  static_assert(sizeof(Word) == 4);
+#if defined(__AVX512F__)
+  __m512i v[4], t[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    v[i] = i < rows ? _mm512_loadu_si512(in + i * in_stride) : _mm512_setzero_si512();
+  t[0] = _mm512_unpacklo_epi32(v[0], v[1]);
+  t[1] = _mm512_unpackhi_epi32(v[0], v[1]);
+  t[2] = _mm512_unpacklo_epi32(v[2], v[3]);
+  t[3] = _mm512_unpackhi_epi32(v[2], v[3]);
+  v[0] = _mm512_unpacklo_epi64(t[0], t[2]);
+  v[1] = _mm512_unpackhi_epi64(t[0], t[2]);
+  v[2] = _mm512_unpacklo_epi64(t[1], t[3]);
+  v[3] = _mm512_unpackhi_epi64(t[1], t[3]);
+  // Part p of v[c] holds column 4 p + c.
+  const __mmask8 wanted = __mmask8((1u << rows) - 1);
+  for (int c = 0; c < columns; c += 4) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      if (c + i < columns)
+        _mm_mask_storeu_epi32(out + (c + i) * out_stride, wanted, _mm512_castsi512_si128(v[i]));
+      v[i] = _mm512_shuffle_i32x4(v[i], v[i], 0x39);  // the next part first
+    }
   }
 #else
   for (int c = 0; c < columns; ++c)
