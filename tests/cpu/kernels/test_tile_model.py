@@ -188,7 +188,9 @@ def test_gated_products_have_the_bits_of_their_halves(
 
 @pytest.mark.parametrize("isa", TILED)
 @pytest.mark.parametrize("tokens", [5, 20, 75])
-@pytest.mark.parametrize("inner", [16, 27, 28, 48, 96, 264, pytest.param(2100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "inner", [16, 27, 28, 48, 96, 264, pytest.param(2100, marks=pytest.mark.slow)]
+)
 def test_what_tiles_write_for_the_next_product_has_the_bits_of_rows(
     inner: int, tokens: int, isa: str
 ) -> None:
