@@ -106,7 +106,7 @@ class FewRows {
   template <int Outputs>
   void walk(const Rows& w, const Rows& after, float* sums) const {
     const int64_t steps = x_.steps, ahead = std::min(steps, kNearSteps);
-    Position at{w.at, w.apart, x_.data, x_.tile_size(), x_.columns};
+    Position at{w.at, w.apart, x_};
     Chain<1, NB>::begin(nullptr);
     at = steps_of<Outputs>(at, steps - ahead, {w.at + ahead * tiles::kLine, w.apart});
     steps_of<Outputs>(at, ahead, after);
@@ -116,8 +116,7 @@ class FewRows {
   struct Position {
     const uint8_t* w;
     int64_t apart;
-    const bf16* x;
-    int64_t x_tile, columns;
+    TiledX x;
   };
 
   template <int Outputs>
@@ -125,10 +124,10 @@ class FewRows {
     for (int64_t k = 0; k < count; ++k) {
       announce<Outputs>(announced);
       announced.at += tiles::kLine;
-      const bf16* x[2] = {at.x, at.x + at.x_tile};
-      Chain<1, NB>::step(at.w, {at.w, at.apart, 0, tiles::kLine}, x, 4 * at.columns);
+      const bf16* x[2] = {at.x.data, at.x.tile(1)};
+      Chain<1, NB>::step(at.w, {at.w, at.apart, 0, tiles::kLine}, x, 4 * at.x.columns);
       at.w += tiles::kLine;
-      at.x += kStepColumns * at.columns;
+      at.x.data += at.x.step_size();
     }
     return at;
   }

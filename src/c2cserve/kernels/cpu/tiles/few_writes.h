@@ -95,11 +95,8 @@ class FewWriter {
   // and have an even number of them.
   void write_tiled(const Run& run, int b) const {
     bf16* tile = a_.tiled_out + b * next_x_.tile_size();
-    for (int64_t i = 0; i < run.count; i += 2) {
-      alignas(64) bf16 pairs[2 * kTile];
-      pair_rows(pairs, run.of(i), run.of(i + 1));
-      std::memcpy(tile + (run.first + i) * columns_, pairs, size_t(2 * columns_) * sizeof(bf16));
-    }
+    for (int64_t i = 0; i < run.count; i += 2)
+      write_columns(tile, columns_, run.first + i, run.of(i), run.of(i + 1));
   }
 
   const LinearArgs& a_;

@@ -106,7 +106,7 @@ inline void feed_forward_tiles(ThreadPool& pool, LinearArgs gated, LinearArgs do
   using namespace tile_linear;
   gated.tiled_out = reinterpret_cast<bf16*>(pool.between(tiled_size(gated.m, gated.n) / 2));
   down.tiled_x = gated.tiled_out;
-  if (gated.m <= kFewRows) clear_ends(gated.tiled_out, gated.m, gated.n);
+  clear_ends(gated.tiled_out, gated.m, gated.n);
   by_tiles(pool, gated);
   by_tiles(pool, down);
 }

@@ -140,7 +140,7 @@ inline void add_biases(float* out, const float* sums, const float* bias, int64_t
 }
 
 // As `write_gated`, in the order in which tiles of x are loaded. Outputs are the columns there, in
-// pairs, so sums are not turned. Zeros follow the last one.
+// pairs, so sums are not turned. After an odd number of them follow zeros.
 inline void write_tiled(const LinearArgs& a, const Strip& strip, const float* gates,
                         const float* ups, int64_t m) {
   alignas(64) float act[kTile * kTile], biased[kTile * kTile];
@@ -152,34 +152,9 @@ inline void write_tiled(const LinearArgs& a, const Strip& strip, const float* ga
   silu_mul_row(act, gates, ups, strip.count * kTile);
   std::fill(act + strip.count * kTile, act + kTile * kTile, 0.0f);
   const TiledX x = TiledX::of(a.m, a.n);
-  const int64_t half = strip.n % kStepColumns * kTile, whole = kStepColumns * kTile;
-  bf16* out = a.tiled_out + (m / kTile * x.steps + strip.n / kStepColumns) * whole + half;
-  for (int j = 0; j < kTile; j += 2)
-    pair_rows(out + j * kTile, act + j * kTile, act + (j + 1) * kTile);
-  if (half == 0 && strip.n + kTile >= a.n)
-    std::memset(out + whole / 2, 0, size_t(whole / 2) * sizeof(bf16));
-}
-
-// The same of few rows of x, whose tiles are narrower.
-inline void write_few_tiled(const LinearArgs& a, const Strip& strip, const float* gates,
-                            const float* ups, int64_t m, int64_t rows) {
-  alignas(64) float act[kTile * kTile], biased[kTile * kTile];
-  alignas(64) bf16 rounded[kTile * kTile];
-  if (strip.biased) {
-    add_biases(act, gates, strip.bias, strip.count);
-    add_biases(biased, ups, strip.bias + kTile, strip.count);
-    gates = act, ups = biased;
-  }
-  silu_mul_row(act, gates, ups, strip.count * kTile);
-  for (int64_t i = 0; i < strip.count * kTile; i += 2 * kLanes)
-    round_pair(rounded + i, load(act + i), load(act + i + kLanes));
-  const TiledX x = TiledX::of(a.m, a.n);
   bf16* tile = a.tiled_out + m / kTile * x.tile_size();
-  for (int j = 0; j < int(strip.count); ++j) {
-    const int64_t n = strip.n + j;
-    bf16* out = tile + n / 2 * 2 * x.columns + n % 2;
-    for (int64_t r = 0; r < rows; ++r) out[2 * r] = rounded[j * kTile + r];
-  }
+  for (int64_t j = 0; j < strip.count; j += 2)
+    write_columns(tile, x.columns, strip.n + j, act + j * kTile, act + (j + 1) * kTile);
 }
 
 // The sums of a strip and of `columns` tiles of x, which are written piece by piece.
@@ -190,9 +165,7 @@ inline void write_piece(const LinearArgs& a, const Strip& strip, const float* su
                         int piece, int64_t m) {
   const int64_t row = m + piece % columns * kTile, rows = std::min<int64_t>(kTile, a.m - row);
   const float* tile = sums + piece * kTile * kTile;
-  if (a.tiled_out && a.m <= kFewRows)
-    write_few_tiled(a, strip, tile, tile + columns * kTile * kTile, row, rows);
-  else if (a.tiled_out)
+  if (a.tiled_out)
     write_tiled(a, strip, tile, tile + columns * kTile * kTile, row);
   else if (strip.gated)
     write_gated(a, strip, tile, tile + columns * kTile * kTile, row, rows);

@@ -91,6 +91,16 @@ inline void pair_rows(bf16* out, const float* first, const float* second) {
   store_pairs(out, low, high);
 }
 
+// Columns n and n + 1 of a tile, of which n is even: so many values as it has rows. 16 are read.
+inline void write_columns(bf16* tile, int64_t columns, int64_t n, const float* first,
+                          const float* second) {
+  bf16* out = tile + n * columns;
+  if (columns == kTile) return pair_rows(out, first, second);
+  alignas(64) bf16 pairs[2 * kTile];
+  pair_rows(pairs, first, second);
+  std::memcpy(out, pairs, size_t(2 * columns) * sizeof(bf16));
+}
+
 // Rows, normalized: what `pack_step` takes of 16 of them.
 struct NormalizedRows {
   const float *first, *scales, *weight;
