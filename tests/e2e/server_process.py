@@ -24,6 +24,8 @@ from server_forks import ForkedServer, ServerForks
 SPECIALISTS = Path(__file__).parents[2] / "examples" / "specialists"
 CATALOG = SPECIALISTS / "catalog.toml"
 _PORTS = count(os.getpid())
+FORK_SERVER = b"c2cserve.serving.worker.process\0"
+"""How the command line ends of the process of which workers are forks."""
 
 
 def free_port() -> int:
@@ -180,10 +182,9 @@ class ServerProcess:
 
     def fork_server_pid(self) -> int:
         """The process of which workers are forks; all slices are up."""
-        command = b"c2cserve.serving.worker.process\0"
         found = set(self.children()) - set(self.worker_pids())
         [pid] = [
-            one for one in found if Path(f"/proc/{one}/cmdline").read_bytes().endswith(command)
+            one for one in found if Path(f"/proc/{one}/cmdline").read_bytes().endswith(FORK_SERVER)
         ]
         return pid
 

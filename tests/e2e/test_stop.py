@@ -1,12 +1,13 @@
 """SIGTERM of a server that has nothing to do: over at once, with nothing left behind."""
 
+import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 from run_delays import DelayWatch
-from server_process import ServerProcess, alive, wait_until
+from server_process import FORK_SERVER, ServerProcess, alive, wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -35,8 +36,24 @@ def test_a_server_without_requests_ends_at_once(kind: type[ServerProcess], tmp_p
         assert server.leftovers() == []
 
 
+class WithoutWorkers(Listening):
+    """Of which workers are forks does not run: none of them comes up."""
+
+    def wait_ready(self, timeout_s: float = 200) -> None:
+        self.held: list[int] = []
+        wait_until(self._hold, timeout_s, "the process of which workers are forks", 0.005)
+        super().wait_ready(timeout_s)
+
+    def _hold(self) -> bool:
+        for pid in self.children():
+            if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(FORK_SERVER):
+                os.kill(pid, signal.SIGSTOP)
+                self.held.append(pid)
+        return bool(self.held)
+
+
 def test_ctrl_c_before_anything_could_be_answered_is_an_interrupted_start(tmp_path: Path) -> None:
-    with Listening(directory=tmp_path / "pool") as server:
+    with WithoutWorkers(directory=tmp_path / "pool") as server:
         children = server.children()
         server.signal(signal.SIGINT)
         assert server.wait(60) == 130
