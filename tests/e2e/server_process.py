@@ -24,8 +24,6 @@ from server_forks import ForkedServer, ServerForks
 SPECIALISTS = Path(__file__).parents[2] / "examples" / "specialists"
 CATALOG = SPECIALISTS / "catalog.toml"
 _PORTS = count(os.getpid())
-FORK_SERVER = b"c2cserve.serving.worker.process\0"
-"""How the command line ends of the process of which workers are forks."""
 
 
 def free_port() -> int:
@@ -180,12 +178,17 @@ class ServerProcess:
         found = [(thread / "children").read_text().split() for thread in threads]
         return sorted(int(pid) for pids in found for pid in pids)
 
+    def fork_servers(self) -> list[int]:
+        """That process, if there is one, and those of its forks that the server has as children."""
+        command = b"c2cserve.serving.worker.process\0"
+        return [
+            pid for pid in self.children()
+            if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(command)
+        ]  # fmt: skip
+
     def fork_server_pid(self) -> int:
         """The process of which workers are forks; all slices are up."""
-        found = set(self.children()) - set(self.worker_pids())
-        [pid] = [
-            one for one in found if Path(f"/proc/{one}/cmdline").read_bytes().endswith(FORK_SERVER)
-        ]
+        [pid] = set(self.fork_servers()) - set(self.worker_pids())
         return pid
 
     def memory_bytes(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from run_delays import DelayWatch
-from server_process import FORK_SERVER, ServerProcess, alive, wait_until
+from server_process import ServerProcess, alive, wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -40,16 +40,14 @@ class WithoutWorkers(Listening):
     """Of which workers are forks does not run: none of them comes up."""
 
     def wait_ready(self, timeout_s: float = 200) -> None:
-        self.held: list[int] = []
         wait_until(self._hold, timeout_s, "the process of which workers are forks", 0.005)
         super().wait_ready(timeout_s)
 
     def _hold(self) -> bool:
-        for pid in self.children():
-            if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(FORK_SERVER):
-                os.kill(pid, signal.SIGSTOP)
-                self.held.append(pid)
-        return bool(self.held)
+        held = self.fork_servers()
+        for pid in held:
+            os.kill(pid, signal.SIGSTOP)
+        return bool(held)
 
 
 def test_ctrl_c_before_anything_could_be_answered_is_an_interrupted_start(tmp_path: Path) -> None:
