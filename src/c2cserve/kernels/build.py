@@ -69,7 +69,7 @@ _X86: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_bf16": _AVX512_BF16,
-    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mprfchw"),
 }
 FLAGS: dict[str, tuple[str, ...]] = {
     "generic": (),

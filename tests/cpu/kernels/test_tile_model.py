@@ -167,6 +167,24 @@ def test_many_rows_have_the_bits_of_each_alone(shape: tuple[int, int, int], isa:
 @pytest.mark.parametrize("isa", TILED)
 @pytest.mark.parametrize(
     "shape",
+    # Little work; several parts for each thread, of one block of rows and of several; chunks, copied.
+    [(70, 290, 352), (70, 1000, 352), (260, 90, 1024), (70, 520, 2112)],
+)
+def test_parts_that_follow_each_other_on_a_thread_have_the_bits_of_one_part(
+    shape: tuple[int, int, int], isa: str
+) -> None:
+    m, n, k = shape
+    x, w, bias = *spread(m, n, k), noise(n, seed=3)
+    for w_in in (w, w[:, 1:]):  # the latter has rows that no tile reads in place
+        x_in = x[:, -w_in.shape[1] :]
+        whole = CpuOps(1, isa=isa).linear(x_in, w_in, bias)
+        for threads in (2, 3, 7):
+            assert torch.equal(CpuOps(threads, isa=isa).linear(x_in, w_in, bias), whole)
+
+
+@pytest.mark.parametrize("isa", TILED)
+@pytest.mark.parametrize(
+    "shape",
     [(1, 40, 64), (5, 33, 128), (16, 7, 1100), (20, 50, 96), (17, 16, 31), (33, 7, 32)]
     + [(70, 150, 352), (1, 56, 1088), (20, 56, 1088)]  # threads share out halves of tiles
     + [pytest.param(s, marks=pytest.mark.slow)

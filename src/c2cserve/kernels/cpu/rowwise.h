@@ -70,6 +70,11 @@ inline void rope_head(float* head, const float* cos, const float* sin, int64_t h
   }
 }
 
+// silu(gate) * up
+inline vec silu_mul(vec gate, vec up) {
+  return mul(div(gate, add(splat(1.0f), exp(sub(zero(), gate)))), up);
+}
+
 // out[i] = silu(gate[i]) * up[i]
 inline void silu_mul_row(float* out, const float* gate, const float* up, int64_t n) {
   int64_t i = 0;
@@ -77,7 +82,7 @@ inline void silu_mul_row(float* out, const float* gate, const float* up, int64_t
     int rest = n - i < kLanes ? int(n - i) : kLanes;
     vec g = rest == kLanes ? load(gate + i) : load_tail(gate + i, rest);
     vec u = rest == kLanes ? load(up + i) : load_tail(up + i, rest);
-    vec y = mul(div(g, add(splat(1.0f), exp(sub(zero(), g)))), u);
+    vec y = silu_mul(g, u);
     if (rest == kLanes)
       store(out + i, y);
     else

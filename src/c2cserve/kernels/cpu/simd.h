@@ -17,6 +17,9 @@ namespace c2c {
 // Into the second-level cache: what is needed after more than the first one holds.
 [[gnu::always_inline]] inline void prefetch_early(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+// A line that will be written, and that other cores may hold.
+[[gnu::always_inline]] inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
+
 enum class Dtype : int { f32 = 0, f16 = 1, bf16 = 2 };
 
 struct bf16 {

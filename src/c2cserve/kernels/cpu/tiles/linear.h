@@ -9,6 +9,8 @@
 //   up to 32 rows   w is read in place (few_rows.h): the speed of memory
 //   more            strips of w meet all rows of a block (many_rows.h), in place or from copies
 #pragma once
+#include <vector>
+
 #include "few_rows.h"
 #include "many_rows.h"
 
@@ -41,8 +43,12 @@ inline int64_t multiplications(const LinearArgs& a) {
   return (a.m + kTile - 1) / kTile * a.n * a.k * (a.gated ? 2 : 1);
 }
 
-// Into how many blocks of rows the work is cut: one, unless strips alone would leave threads idle.
-inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int threads) {
+constexpr int64_t kStripsEach = 6;  // of a thread, at least
+constexpr int64_t kPartShares = 3;  // of what is left for each thread, one is taken
+
+// Into how many blocks the rows are cut: more than the cache asks for, if threads would have so few
+// strips that one more or less is much of their work, or would be left idle.
+inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int64_t threads) {
   const int64_t strips = (a.n + strip_outputs(a) - 1) / strip_outputs(a);
   const int64_t pairs = (a.m + 2 * kTile - 1) / (2 * kTile);
   const int64_t least = (a.m + rows_most - 1) / rows_most;
@@ -51,39 +57,58 @@ inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int threads) {
   for (int64_t blocks = least; blocks <= std::min<int64_t>(pairs, 4 * least); blocks *= 2) {
     const int64_t units = strips * blocks, rounds = (units + threads - 1) / threads;
     const double used = double(units) / double(rounds * threads);
-    if (used > best_used + 0.1) best = blocks, best_used = used;
+    const bool few = blocks > least && strips * best < kStripsEach * threads;
+    if ((few && units <= 8 * threads) || used > best_used + 0.1) best = blocks, best_used = used;
   }
   return best;
 }
 
-// Outputs [n0, n1) of rows [m0, m1).
-inline void outputs(const LinearArgs& a, const TiledX& x, bool in_place, int64_t m0, int64_t m1,
-                    int64_t n0, int64_t n1) {
-  const tiles::Session session(int(x.columns));
-  RowsBlock(a, x, in_place, m0, m1, Buffers::of_thread()).outputs(n0, n1);
+// Outputs of a block of rows, which a thread takes at once.
+struct Part {
+  int64_t block;
+  Outputs outputs;
+};
+
+// All of the work, block by block. Parts become smaller, down to a strip: so threads end together,
+// even if some are slower than others.
+inline std::vector<Part> parts_of(const LinearArgs& a, int64_t blocks, int64_t threads) {
+  const int64_t unit = strip_outputs(a), strips = (a.n + unit - 1) / unit, all = strips * blocks;
+  std::vector<Part> parts;
+  for (int64_t at = 0; at < all;) {
+    const int64_t strip = at % strips;
+    const int64_t share = (all - at) / (kPartShares * threads);
+    const int64_t end = threads == 1 ? strips : strip + std::max<int64_t>(share, 1);
+    const int64_t until = std::min(end, strips);
+    parts.push_back({at / strips, {strip * unit, std::min(until * unit, a.n)}});
+    at += until - strip;
+  }
+  return parts;
 }
 
-// More rows than a few, or columns that fill no tile.
+// More rows than a few, or columns that fill no tile. A thread that is slower, or is held up, takes
+// fewer parts. It takes the next one before it ends one: reading goes on from one to the other.
 inline void many_rows(ThreadPool& pool, const LinearArgs& a, const TiledX& x, int64_t threads) {
   const bool in_place = !pool.copies_strips && rows_in_place(a);
-  const int64_t rows_most = block_rows(x);
-  if (threads == 1) {
-    for (int64_t m = 0; m < a.m; m += rows_most)
-      outputs(a, x, in_place, m, std::min(m + rows_most, a.m), 0, a.n);
-    return;
-  }
-  const int64_t tile_rows = (a.m + kTile - 1) / kTile, work = multiplications(a);
-  const int64_t blocks = row_blocks(a, rows_most, int(threads)), pairs = (tile_rows + 1) / 2;
-  const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
-  const int64_t most = (threads * fine + blocks - 1) / blocks, unit = strip_outputs(a);
-  const int64_t units = (a.n + unit - 1) / unit, ranges = std::min<int64_t>(units, most);
-  pool.each(blocks * ranges, [&](int64_t i) {
-    const int64_t block = i / ranges, range = i % ranges;
-    const int64_t m0 = pairs * block / blocks * 2 * kTile;
-    const int64_t m1 = std::min(pairs * (block + 1) / blocks * 2 * kTile, a.m);
-    const int64_t n0 = units * range / ranges * unit;
-    const int64_t n1 = std::min(units * (range + 1) / ranges * unit, a.n);
-    if (m0 < m1 && n0 < n1) outputs(a, x, in_place, m0, m1, n0, n1);
+  const int64_t blocks = row_blocks(a, block_rows(x), threads);
+  const int64_t pairs = (a.m + 2 * kTile - 1) / (2 * kTile);
+  const std::vector<Part> parts = parts_of(a, blocks, threads);
+  const auto count = int64_t(parts.size()), at_once = std::min(threads, count);
+  std::atomic<int64_t> taken{at_once};
+  pool.run(int(at_once), [&](int thread, int) {
+    const tiles::Session session(int(x.columns));
+    for (int64_t i = thread; i < count;) {
+      const int64_t block = parts[size_t(i)].block;
+      const int64_t m0 = pairs * block / blocks * 2 * kTile;
+      const int64_t m1 = std::min(pairs * (block + 1) / blocks * 2 * kTile, a.m);
+      RowsBlock rows(a, x, in_place, m0, m1, Buffers::of_thread());
+      const auto here = [&] { return i < count && parts[size_t(i)].block == block; };
+      while (here())
+        rows.outputs(parts[size_t(i)].outputs, [&] {
+          i = taken.fetch_add(1, std::memory_order_relaxed);
+          return here() ? parts[size_t(i)].outputs : Outputs{};
+        });
+      rows.finish();
+    }
   });
 }
 
@@ -94,7 +119,11 @@ inline void by_tiles(ThreadPool& pool, const LinearArgs& a) {
   const auto few = a.m <= kTile ? few_rows<1> : few_rows<2>;
   if (a.n >= kHalfTile) few(pool, a, x, threads);
   const int64_t done = a.n / kHalfTile * kHalfTile;  // the rest fills no half of a tile: it is copied
-  if (done < a.n) outputs(a, x, false, 0, a.m, done, a.n);
+  if (done == a.n) return;
+  const tiles::Session session(int(x.columns));
+  RowsBlock rest(a, x, false, 0, a.m, Buffers::of_thread());
+  rest.outputs({done, a.n}, [] { return Outputs{}; });
+  rest.finish();
 }
 
 }  // namespace tile_linear

@@ -9,6 +9,7 @@
 // lines of the next strip are announced or copied, row by row, and sums of the pair before are
 // written.
 #pragma once
+#include "many_writes.h"
 #include "strip_copy.h"
 
 #if defined(C2C_TILES)
@@ -19,31 +20,6 @@ constexpr int64_t kPanel = 8;             // strips that share a chunk of x befo
 constexpr int64_t kWholeBytes = 3 << 19;  // of a block of x: three quarters of the cache
 constexpr int64_t kLongRows = 512;        // of a block of x where K is longer than a chunk
 constexpr int64_t kChunkBytes = 1 << 20;  // of a chunk's columns of a block of x
-constexpr int64_t kWriteSteps = 4;        // from one piece that is written to the next, at most
-
-// Sums that are written a piece at a time.
-class Writer {
- public:
-  explicit Writer(const LinearArgs& a) : a_(a), strip_(a, 0, 0) {}
-
-  void take(const Strip& strip, const float* sums, int64_t m, int columns) {
-    strip_ = strip, sums_ = sums, m_ = m, columns_ = columns, piece_ = 0;
-    count_ = pieces_of(strip, columns);
-  }
-  void write_one() {
-    if (piece_ < count_) write_piece(a_, strip_, sums_, columns_, piece_++, m_);
-  }
-  void finish() {
-    while (piece_ < count_) write_one();
-  }
-
- private:
-  const LinearArgs& a_;
-  Strip strip_;
-  const float* sums_ = nullptr;
-  int64_t m_ = 0;
-  int columns_ = 1, piece_ = 0, count_ = 0;
-};
 
 // The columns of a chunk, in steps: all where K is short, else as many as the cache has room for.
 inline int64_t chunk_steps(int64_t steps, int64_t pairs) {
@@ -59,7 +35,12 @@ inline bool rows_in_place(const LinearArgs& a) {
          !share_sets(a.w_stride * int64_t(sizeof(bf16)));
 }
 
-// A block of rows of x with a range of outputs.
+// Outputs [n, end).
+struct Outputs {
+  int64_t n, end;
+};
+
+// A block of rows of x, with one range of outputs after another.
 class RowsBlock {
  public:
   RowsBlock(const LinearArgs& a, const TiledX& x, bool in_place, int64_t m0, int64_t m1,
@@ -73,21 +54,29 @@ class RowsBlock {
     if (depth_ < x.steps) parked_ = buffers.parked.room(kPanel * pairs() * kPairSums);
   }
 
-  void outputs(int64_t n0, int64_t n1) {
-    Place place{n0, 0, n0};
-    StripCopy first = copy_of(place, n1, now_);
-    first.copy(first.left());
-    while (place.n < n1) {
-      const Place after = next_of(place, n1);
+  // Outputs `now`. `next()` says which come after them in the same rows, if any: those begin to be read.
+  // It is asked late. So what is next may be taken by others until then.
+  template <typename Next>
+  void outputs(const Outputs now, const Next& next) {
+    Place place{now.n, 0, now.n};
+    if (!begun_) {
+      StripCopy first = copy_of(place, now.end, now_);
+      first.copy(first.left());
+    }
+    while (place.n < now.end) {
+      const Place then = next_of(place, now.end);
       StripCopy upcoming;
-      if (after.n < n1) upcoming = copy_of(after, n1, next_);
-      multiply(place, n1, upcoming);
+      if (then.n < now.end)
+        upcoming = copy_of(then, now.end, next_);
+      else if (const Outputs after = next(); (begun_ = after.n < after.end))
+        upcoming = copy_of({after.n, 0, after.n}, after.end, next_);
+      multiply(place, now.end, upcoming);
       upcoming.copy(upcoming.left());
       std::swap(now_, next_);
-      place = after;
+      place = then;
     }
-    writer_.finish();
   }
+  void finish() { writer_.finish(); }
 
  private:
   static constexpr int64_t kPairSums = 4 * kTile * kTile;
@@ -148,7 +137,9 @@ class RowsBlock {
   template <int NA, int NB>
   void walk(const Strip& strip, const Place& at, int64_t p, StripCopy& upcoming, int64_t pace) {
     const int64_t count = count_at(at.step), tile = first_ + 2 * p;
-    const int64_t every = std::clamp<int64_t>(count / (NA * NB), 1, kWriteSteps);
+    const int64_t every = writer_.pace(count), m = tile * kTile;
+    const bool last = at.step + count == x_.steps;
+    const int64_t rows = last ? (NB * kTile + count - 1) / count : 0;  // announced at each step
     float* parked =
         parked_ ? parked_ + ((at.n - at.panel) / width_ * pairs() + p) * kPairSums : nullptr;
     const bf16* x[NB];
@@ -161,14 +152,11 @@ class RowsBlock {
       for (int b = 0; b < NB; ++b) x[b] += x_.step_size();
       upcoming.copy(pace);
       if (k % every == 0) writer_.write_one();
+      writer_.announce(strip, m + k * rows, std::min(m + (k + 1) * rows, m + NB * kTile));
     }
     writer_.finish();
-    if (at.step + count < x_.steps) {
-      Chain<NA, NB>::end(parked);
-      return;
-    }
-    Chain<NA, NB>::end(buffers_.sums);
-    writer_.take(strip, buffers_.sums, tile * kTile, NB);
+    Chain<NA, NB>::end(last ? buffers_.sums : parked);
+    if (last) writer_.take(strip, buffers_.sums, m, NB);
   }
 
   const LinearArgs& a_;
@@ -178,9 +166,10 @@ class RowsBlock {
   const int64_t first_, tiles_;  // of x
   const int64_t depth_;          // steps of a chunk
   Buffers& buffers_;
-  Writer writer_;
+  ManyWriter writer_;
   uint8_t *now_, *next_;  // copies of w: one is multiplied while the other is filled
   float* parked_ = nullptr;
+  bool begun_ = false;  // the first strip of the next range is announced, or copied
 };
 
 }  // namespace c2c::tile_linear

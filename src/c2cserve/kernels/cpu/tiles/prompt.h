@@ -360,7 +360,7 @@ class Prompt {
                  const int64_t* columns, int64_t count, int64_t d, int64_t dims) const {
     alignas(64) bf16 pairs[kSquare];
     for (int64_t i = 0; i < dims; i += 2)
-      tile_linear::pair_rows(pairs + i * kRows, lines + i * kRows, lines + (i + 1) * kRows);
+      tile_linear::write_columns(pairs, kRows, i, lines + i * kRows, lines + (i + 1) * kRows);
     for (int64_t r = 0; r < count; ++r) {
       const tile_linear::TiledRow out(a.tiled_out, a.tokens, a.heads * dim_, tokens[r]);
       for (int64_t i = 0; i < dims; i += 2)

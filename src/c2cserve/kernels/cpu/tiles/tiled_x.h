@@ -81,24 +81,24 @@ inline void pack_rows(ThreadPool& pool, bf16* out, int64_t m, int64_t width, con
   });
 }
 
-// 16 values of each, rounded, in pairs.
-inline void pair_rows(bf16* out, const float* first, const float* second) {
+// Columns n and n + 1 of a tile, of which n is even: so many values as it has rows, of the 16 that are
+// given.
+inline void write_columns(bf16* tile, int64_t columns, int64_t n, const vec* first,
+                          const vec* second) {
+  bf16* out = tile + n * columns;
+  if (columns == kTile) return store_pairs(out, first, second);
+  alignas(64) bf16 pairs[2 * kTile];
+  store_pairs(pairs, first, second);
+  std::memcpy(out, pairs, size_t(2 * columns) * sizeof(bf16));
+}
+inline void write_columns(bf16* tile, int64_t columns, int64_t n, const float* first,
+                          const float* second) {
   vec low[kTile / kLanes], high[kTile / kLanes];
   for (int p = 0; p < kTile / kLanes; ++p) {
     low[p] = load(first + p * kLanes);
     high[p] = load(second + p * kLanes);
   }
-  store_pairs(out, low, high);
-}
-
-// Columns n and n + 1 of a tile, of which n is even: so many values as it has rows. 16 are read.
-inline void write_columns(bf16* tile, int64_t columns, int64_t n, const float* first,
-                          const float* second) {
-  bf16* out = tile + n * columns;
-  if (columns == kTile) return pair_rows(out, first, second);
-  alignas(64) bf16 pairs[2 * kTile];
-  pair_rows(pairs, first, second);
-  std::memcpy(out, pairs, size_t(2 * columns) * sizeof(bf16));
+  write_columns(tile, columns, n, low, high);
 }
 
 // Rows, normalized: what `pack_step` takes of 16 of them.
