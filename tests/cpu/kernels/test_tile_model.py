@@ -167,7 +167,7 @@ def test_many_rows_have_the_bits_of_each_alone(shape: tuple[int, int, int], isa:
 @pytest.mark.parametrize("isa", TILED)
 @pytest.mark.parametrize(
     "shape",
-    # Little work; several parts for each thread, of one block of rows and of several; chunks, copied.
+    # Little work; several parts for each thread, of a block of rows and of several; chunks.
     [(70, 290, 352), (70, 1000, 352), (260, 90, 1024), (70, 520, 2112)],
 )
 def test_parts_that_follow_each_other_on_a_thread_have_the_bits_of_one_part(

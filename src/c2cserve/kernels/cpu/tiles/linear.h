@@ -43,24 +43,21 @@ inline int64_t multiplications(const LinearArgs& a) {
   return (a.m + kTile - 1) / kTile * a.n * a.k * (a.gated ? 2 : 1);
 }
 
-constexpr int64_t kStripsEach = 6;  // of a thread, at least
-constexpr int64_t kPartShares = 3;  // of what is left for each thread, one is taken
+constexpr int64_t kStripsEach = 6;          // of a thread, at least
+constexpr int64_t kWorthParts = 1'000'000;  // multiplications of a thread: it takes several parts
+constexpr int64_t kPartShares = 3;          // of what is left for each thread, one is taken
 
 // Into how many blocks the rows are cut: more than the cache asks for, if threads would have so few
-// strips that one more or less is much of their work, or would be left idle.
+// strips that one more or less is much of their work.
 inline int64_t row_blocks(const LinearArgs& a, int64_t rows_most, int64_t threads) {
   const int64_t strips = (a.n + strip_outputs(a) - 1) / strip_outputs(a);
   const int64_t pairs = (a.m + 2 * kTile - 1) / (2 * kTile);
   const int64_t least = (a.m + rows_most - 1) / rows_most;
-  int64_t best = least;
-  double best_used = 0.0;
-  for (int64_t blocks = least; blocks <= std::min<int64_t>(pairs, 4 * least); blocks *= 2) {
-    const int64_t units = strips * blocks, rounds = (units + threads - 1) / threads;
-    const double used = double(units) / double(rounds * threads);
-    const bool few = blocks > least && strips * best < kStripsEach * threads;
-    if ((few && units <= 8 * threads) || used > best_used + 0.1) best = blocks, best_used = used;
-  }
-  return best;
+  int64_t blocks = least;
+  while (threads > 1 && strips * blocks < kStripsEach * threads &&
+         2 * blocks <= std::min(pairs, 4 * least))
+    blocks *= 2;
+  return blocks;
 }
 
 // Outputs of a block of rows, which a thread takes at once.
@@ -70,13 +67,15 @@ struct Part {
 };
 
 // All of the work, block by block. Parts become smaller, down to a strip: so threads end together,
-// even if some are slower than others.
+// even if some are slower than others. Of little work each thread has a part.
 inline std::vector<Part> parts_of(const LinearArgs& a, int64_t blocks, int64_t threads) {
   const int64_t unit = strip_outputs(a), strips = (a.n + unit - 1) / unit, all = strips * blocks;
+  const bool little = multiplications(a) < kWorthParts * threads;
+  const int64_t each = (all + threads - 1) / threads;
   std::vector<Part> parts;
   for (int64_t at = 0; at < all;) {
     const int64_t strip = at % strips;
-    const int64_t share = (all - at) / (kPartShares * threads);
+    const int64_t share = little ? each : (all - at) / (kPartShares * threads);
     const int64_t end = threads == 1 ? strips : strip + std::max<int64_t>(share, 1);
     const int64_t until = std::min(end, strips);
     parts.push_back({at / strips, {strip * unit, std::min(until * unit, a.n)}});
