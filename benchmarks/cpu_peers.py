@@ -37,6 +37,8 @@ from typing import Any
 from report import report
 
 LIMIT_S = 600.0
+REST_S = 1.0
+"""Before each measurement: llama.cpp's threads go on polling for a while after an answer."""
 DECODE_PROMPT = 32
 OURS = "c2cserve"
 _WORDS = (
@@ -191,10 +193,12 @@ def measure(
     """One round: all prompts and all batches, of the servers in turns."""
     for size in given.prompts:
         for server in servers:
+            time.sleep(REST_S)
             rate = prompt_rate(server, size, rng)
             rates.setdefault(("prompt", size, server.name), []).append(rate)
     for batch in given.batches:
         for server in servers:
+            time.sleep(REST_S)
             rate = decode_rate(server, batch, given.tokens, rng)
             rates.setdefault(("decode", batch, server.name), []).append(rate)
 

@@ -105,14 +105,16 @@ struct Dot<bf16> {
   }
 
   template <int Half, int MR, int NR>
-  static inline void add(vec (&acc)[MR][NR], const X* x, const bf16* const* w, int64_t k) {
+  C2C_INLINE static inline void add(vec (&acc)[MR][NR], const X* x, const bf16* const* w,
+                                    int64_t k) {
     __m512i wv[NR];
-    for (int j = 0; j < NR; ++j) wv[j] = read(w[j] + k);
-    for (int i = 0; i < MR; ++i) {
+    unrolled<NR>([&](auto j) C2C_INLINE { wv[j] = read(w[j] + k); });
+    unrolled<MR>([&](auto i) C2C_INLINE {
       const __m512i xv = read(x + i * kPair);
-      for (int j = 0; j < NR; ++j)
+      unrolled<NR>([&](auto j) C2C_INLINE {
         acc[i][j].v = _mm512_dpbf16_ps(acc[i][j].v, (__m512bh)xv, (__m512bh)wv[j]);
-    }
+      });
+    });
   }
 
   static inline void pack(X* out, const float* in, int64_t i, int64_t) {
