@@ -69,6 +69,16 @@ def test_a_row_of_linear_does_not_depend_on_its_batch(
     assert torch.equal(CpuOps(1).linear(x[begin:end], w), whole[begin:end])
 
 
+@pytest.mark.parametrize("k", [96, 2048])  # rows of the latter share a set of a cache
+def test_few_rows_and_more_have_the_bits_of_each_alone(ops: CpuOps, k: int) -> None:
+    """Where streams of weights end, and tiles of rows begin: after 4, 6 or 9 rows of x."""
+    x, w, bias = noise(11, k), (noise(2 * 50, k, seed=1) / k**0.5).bfloat16(), noise(100, seed=2)
+    alone = torch.cat([ops.linear(x[i : i + 1], w, bias) for i in range(11)])
+    for m in range(2, 12):
+        assert torch.equal(ops.linear(x[:m], w, bias), alone[:m])
+        assert torch.equal(ops.gated(x[:m], w, bias), ops.silu_mul(alone[:m]))
+
+
 @pytest.mark.parametrize("hidden", [1, 8, 24, 72, 100, 256])
 def test_norms_embedding_and_activation(ops: CpuOps, hidden: int) -> None:
     x, weight = noise(5, hidden) * 3, noise(hidden, seed=1)

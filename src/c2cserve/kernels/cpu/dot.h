@@ -66,9 +66,9 @@ struct Dot {
   using X = float;
   static constexpr int kHalves = 2;
 #if defined(__AVX512F__)
-  static constexpr int kMr = 8, kNr = 3;  // 24 of 32 registers accumulate
+  static constexpr int kMr = 8, kNr = 3, kFewRows = 6;  // 24 of 32 registers accumulate
 #else
-  static constexpr int kMr = 6, kNr = 2;  // 12 of 16
+  static constexpr int kMr = 6, kNr = 2, kFewRows = 4;  // 12 of 16
 #endif
 
   template <int Half, int MR, int NR>
@@ -96,7 +96,7 @@ template <>
 struct Dot<bf16> {
   using X = bf16;
   static constexpr int kHalves = 1;
-  static constexpr int kMr = 6, kNr = 4;
+  static constexpr int kMr = 6, kNr = 4, kFewRows = 9;
 
   static inline __m512i read(const bf16* p) {
     __m512i value = _mm512_loadu_si512(p);

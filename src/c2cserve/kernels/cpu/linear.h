@@ -34,9 +34,9 @@ constexpr int64_t kAheadBytes = 1024;  // how far reads are announced for few ro
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
 #if defined(__AVX512F__)
-constexpr int kRegisters = 32, kSpreadRows = 6;  // rows of x: few, at most
+constexpr int kRegisters = 32;
 #else
-constexpr int kRegisters = 16, kSpreadRows = 4;
+constexpr int kRegisters = 16;
 #endif
 template <typename T>
 constexpr int kLines = 2 * kPair * int(sizeof(T)) / int(kLine);  // of w in two pairs
@@ -284,9 +284,8 @@ void linear_columns(const LinearArgs& a, const Packed<T>& x, int64_t n0, int64_t
   }
 }
 
-template <typename T, int MR = kSpreadRows>
+template <typename T, int MR = Dot<T>::kFewRows>
 void spread_columns(const LinearArgs& a, const Factor<T>* x, int64_t n0, int64_t n1) {
-  static_assert(MR <= Dot<T>::kMr, "all rows of x are packed as one tile");
   if constexpr (MR > 1)
     if (a.m < MR) return spread_columns<T, MR - 1>(a, x, n0, n1);
   constexpr int kNr = std::min(kStreams, (kRegisters - 1) / (MR + 1));
@@ -308,15 +307,24 @@ void gated_spread_columns(const LinearArgs& a, const Factor<T>* x, int64_t n0, i
     silu_mul_row(a.out + m * a.out_stride + n0, halves.data() + m * count, ups + m * count, count);
 }
 
+// Whether rows of x are few. Streams of w whose rows lie a multiple of 4 KiB apart share a set of the
+// first-level cache, which then has no room for as many rows of x.
+template <typename T>
+bool few_rows(const LinearArgs& a) {
+  const bool apart = a.w_stride * int64_t(sizeof(T)) % 4096 != 0;
+  return a.m <= (apart ? Dot<T>::kFewRows : std::min(Dot<T>::kFewRows, 6));
+}
+
 template <typename T>
 Packed<T> pack(ThreadPool& pool, const LinearArgs& a) {
   const int64_t width = (a.k + kPair - 1) / kPair * kPair;
   constexpr int64_t kSize = sizeof(Factor<T>), kFloat = sizeof(float);
   auto* data = reinterpret_cast<Factor<T>*>(pool.scratch((a.m * width * kSize + 3) / kFloat));
   const int64_t blocks = (a.m + kRows - 1) / kRows;
+  const int most = few_rows<T>(a) ? Dot<T>::kFewRows : Dot<T>::kMr;  // few: one tile
   pool.run(a.m * a.k < 100'000 ? 1 : pool.size(), [&](int part, int all) {
     for (int64_t b = blocks * part / all; b < blocks * (part + 1) / all; ++b) {
-      Tiling t(b * kRows, std::min((b + 1) * kRows, a.m), Dot<T>::kMr);
+      Tiling t(b * kRows, std::min((b + 1) * kRows, a.m), most);
       for (int64_t i = 0; i < t.count; ++i)
         pack_tile<T>(data + t.at(i) * width, a, t.at(i), t.at(i + 1));
     }
@@ -337,9 +345,9 @@ void linear_typed(ThreadPool& pool, const LinearArgs& a) {
     int64_t per = ((a.n + all - 1) / all + 7) / 8 * 8;  // halves of the output's cache lines
     int64_t n0 = per * part, n1 = std::min(n0 + per, a.n);
     if (n0 >= n1) return;
-    if (a.m <= kSpreadRows && a.gated)
+    if (few_rows<T>(a) && a.gated)
       gated_spread_columns<T>(a, x.data, n0, n1);
-    else if (a.m <= kSpreadRows)
+    else if (few_rows<T>(a))
       spread_columns<T>(a, x.data, n0, n1);
     else
       linear_columns<T>(a, x, n0, n1);
