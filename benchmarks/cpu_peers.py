@@ -7,8 +7,8 @@
 
 `--llama` is llama.cpp's own server, built on this machine (`cmake -DGGML_NATIVE=ON`): the one of
 llama-cpp-python decodes one request at a time. `--vllm` is the Python of an environment with vLLM's
-build for CPUs. All serve FOLDER's model, are up for the whole run, and take no cores while idle. In every second
-round the last of them is first.
+build for CPUs. All serve FOLDER's model, are up for the whole run, and take no cores while idle. In
+every second round the last of them is first.
 
 On a machine with other work, `--clock processor --threads 1` counts the seconds of processor time
 that all processes of a server together took, instead of those on the wall. With more threads a
