@@ -30,7 +30,7 @@ constexpr int64_t kPanel = 24;         // rows of w per visit: whole strips
 constexpr int64_t kGatedPanel = 48;    // gates per visit, and as many ups: whole panels and vectors
 constexpr int64_t kDepth = 1024;       // columns per visit, or more for tiles of few rows:
 constexpr int64_t kTileBytes = 24576;  // a tile of x stays in the first-level cache
-constexpr int64_t kAheadBytes = 1024;  // how far reads are announced for few rows of x
+constexpr int64_t kAheadBytes = 512;   // how far reads are announced for few rows of x
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
 #if defined(__AVX512F__)
