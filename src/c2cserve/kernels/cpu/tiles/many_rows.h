@@ -54,7 +54,7 @@ class RowsBlock {
     if (depth_ < x.steps) parked_ = buffers.parked.room(kPanel * pairs() * kPairSums);
   }
 
-  // Outputs `now`. `next()` says which come after them in the same rows, if any: those begin to be read.
+  // Outputs `now`. `next()` says which come after them in the same rows, if any: reading them begins.
   // It is asked late. So what is next may be taken by others until then.
   template <typename Next>
   void outputs(const Outputs now, const Next& next) {
