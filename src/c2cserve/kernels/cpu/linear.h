@@ -31,8 +31,8 @@ constexpr int64_t kGatedPanel = 48;    // gates per visit, and as many ups: whol
 constexpr int64_t kDepth = 1024;       // columns per visit, or more for tiles of few rows:
 constexpr int64_t kTileBytes = 24576;  // a tile of x stays in the first-level cache
 constexpr int64_t kAheadBytes = 512;   // how far reads are announced for few rows of x
+constexpr int kSharedSetRows = 6;      // rows of x that are few where streams of w share a cache set
 
-constexpr int64_t kLine = 64;  // bytes of a cache line
 #if defined(__AVX512F__)
 constexpr int kRegisters = 32;
 #else
@@ -307,12 +307,12 @@ void gated_spread_columns(const LinearArgs& a, const Factor<T>* x, int64_t n0, i
     silu_mul_row(a.out + m * a.out_stride + n0, halves.data() + m * count, ups + m * count, count);
 }
 
-// Whether rows of x are few. Streams of w whose rows lie a multiple of 4 KiB apart share a set of the
-// first-level cache, which then has no room for as many rows of x.
+// Whether there are few rows of x. Where streams of w share a set of the first-level cache, it has no
+// room for as many.
 template <typename T>
-bool few_rows(const LinearArgs& a) {
-  const bool apart = a.w_stride * int64_t(sizeof(T)) % 4096 != 0;
-  return a.m <= (apart ? Dot<T>::kFewRows : std::min(Dot<T>::kFewRows, 6));
+bool is_few(const LinearArgs& a) {
+  const bool shared = share_set(a.w_stride * int64_t(sizeof(T)));
+  return a.m <= std::min(Dot<T>::kFewRows, shared ? kSharedSetRows : Dot<T>::kFewRows);
 }
 
 template <typename T>
@@ -321,7 +321,7 @@ Packed<T> pack(ThreadPool& pool, const LinearArgs& a) {
   constexpr int64_t kSize = sizeof(Factor<T>), kFloat = sizeof(float);
   auto* data = reinterpret_cast<Factor<T>*>(pool.scratch((a.m * width * kSize + 3) / kFloat));
   const int64_t blocks = (a.m + kRows - 1) / kRows;
-  const int most = few_rows<T>(a) ? Dot<T>::kFewRows : Dot<T>::kMr;  // few: one tile
+  const int most = is_few<T>(a) ? Dot<T>::kFewRows : Dot<T>::kMr;  // few: one tile
   pool.run(a.m * a.k < 100'000 ? 1 : pool.size(), [&](int part, int all) {
     for (int64_t b = blocks * part / all; b < blocks * (part + 1) / all; ++b) {
       Tiling t(b * kRows, std::min((b + 1) * kRows, a.m), most);
@@ -345,9 +345,9 @@ void linear_typed(ThreadPool& pool, const LinearArgs& a) {
     int64_t per = ((a.n + all - 1) / all + 7) / 8 * 8;  // halves of the output's cache lines
     int64_t n0 = per * part, n1 = std::min(n0 + per, a.n);
     if (n0 >= n1) return;
-    if (few_rows<T>(a) && a.gated)
+    if (is_few<T>(a) && a.gated)
       gated_spread_columns<T>(a, x.data, n0, n1);
-    else if (few_rows<T>(a))
+    else if (is_few<T>(a))
       spread_columns<T>(a, x.data, n0, n1);
     else
       linear_columns<T>(a, x, n0, n1);

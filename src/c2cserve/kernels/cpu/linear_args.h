@@ -21,6 +21,13 @@ struct LinearArgs {
   bf16* tiled_out = nullptr;
 };
 
+constexpr int64_t kLine = 64;  // bytes of a cache line
+constexpr int64_t kSets = 64;  // of the first-level cache
+
+// Whether rows that lie so many bytes apart share one set of it, or two at most.
+inline bool share_set(int64_t bytes) { return bytes / kLine % kSets == 0; }
+inline bool share_sets(int64_t bytes) { return bytes / kLine % (kSets / 2) == 0; }
+
 // The element for row `n` of w.
 inline float bias_at(const LinearArgs& a, int64_t n) {
   switch (a.bias_type) {

@@ -5,15 +5,25 @@
 #if defined(C2C_TILES)
 namespace c2c {
 
-// Small numbers in bf16. Zeros take less power, so a processor multiplies them faster.
-inline void fill_with_noise(uint8_t* at, int64_t bytes) {
-  auto* values = reinterpret_cast<bf16*>(at);
-  uint32_t seed = 1;
-  for (int64_t i = 0; i < bytes / int64_t(sizeof(bf16)); ++i) {
-    seed = seed * 1664525u + 1013904223u;
-    values[i].bits = uint16_t(0x3c00 | (seed >> 16 & 0x80ff));
+// Small numbers in bf16. Zeros take less power, so a processor multiplies them faster. They are made
+// once: that would take much of a call's time.
+class Noise {
+ public:
+  const uint8_t* of(int64_t bytes) {
+    auto* values = reinterpret_cast<bf16*>(room_.room(bytes / int64_t(sizeof(float))));
+    uint32_t seed = 1;
+    for (int64_t i = 0; bytes > made_ && i < bytes / int64_t(sizeof(bf16)); ++i) {
+      seed = seed * 1664525u + 1013904223u;
+      values[i].bits = uint16_t(0x3c00 | (seed >> 16 & 0x80ff));
+    }
+    made_ = std::max(made_, bytes);
+    return reinterpret_cast<const uint8_t*>(values);
   }
-}
+
+ private:
+  Scratch room_;
+  int64_t made_ = 0;  // bytes
+};
 
 // Every thread does `steps` steps of four products. Their operands are read round and round from
 // `w_bytes` and `x_bytes` of memory, whole steps of 2 KiB each. Returns how many floating-point
@@ -22,11 +32,8 @@ inline double tile_steps(ThreadPool& pool, int64_t w_bytes, int64_t x_bytes, int
   using namespace tile_linear;
   constexpr int64_t kStep = 2 * tiles::kBytes;
   pool.run(pool.size(), [&](int, int) {
-    thread_local Scratch ws, xs;
-    auto* w = reinterpret_cast<uint8_t*>(ws.room(w_bytes / 4));
-    auto* x = reinterpret_cast<uint8_t*>(xs.room(x_bytes / 4));
-    fill_with_noise(w, w_bytes);
-    fill_with_noise(x, x_bytes);
+    thread_local Noise ws, xs;
+    const uint8_t *w = ws.of(w_bytes), *x = xs.of(x_bytes);
     const tiles::Session session;
     const Source source{w, tiles::kLine, tiles::kBytes, kStep};
     Chain<2, 2>::begin(nullptr);

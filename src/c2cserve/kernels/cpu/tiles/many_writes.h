@@ -48,20 +48,13 @@ class ManyWriter {
  private:
   float* tile(int64_t of_w) const { return sums_ + (of_w * columns_ + column_) * kTile * kTile; }
 
-  // Biases of a tile, whose first output is the strip's `n`.
-  void add_biases(float* sums, int64_t n) const {
-    for (int64_t i = 0; strip_.biased && i < kTile * kTile; i += kLanes)
-      store(sums + i, add(load(sums + i), splat(strip_.bias[n + i / kTile])));
-  }
-
   // A tile of outputs, turned.
   void write_rows() const {
     float* sums = tile(n_ / kTile);
-    add_biases(sums, n_);
-    if (strip_.gated) {
-      add_biases(tile(1), kTile);
-      silu_mul_row(sums, sums, tile(1), kTile * kTile);
-    }
+    for (int64_t i = 0; strip_.gated && i < kTile * kTile; i += kLanes)
+      store(sums + i, gated(i / kTile, i % kTile));
+    for (int64_t i = 0; strip_.biased && !strip_.gated && i < kTile * kTile; i += kLanes)
+      store(sums + i, add(load(sums + i), splat(strip_.bias[n_ + i / kTile])));
     const int64_t row = m_ + column_ * kTile;
     transpose16(a_.out + row * a_.out_stride + strip_.n + n_, a_.out_stride, sums, kTile,
                 int(std::min<int64_t>(kTile, strip_.count - n_)),
@@ -78,6 +71,7 @@ class ManyWriter {
     bf16* out = a_.tiled_out + (m_ / kTile + column_) * next_x_.tile_size();
     write_columns(out, next_x_.columns, strip_.n + n_, act[0], act[1]);
   }
+  // silu(gate) * up of an output, for rows from one on.
   vec gated(int64_t n, int64_t row) const {
     vec gate = load(tile(0) + n * kTile + row), up = load(tile(1) + n * kTile + row);
     if (strip_.biased) {

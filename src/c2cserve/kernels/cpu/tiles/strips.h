@@ -63,12 +63,6 @@ struct Chain {
   }
 };
 
-constexpr int64_t kSets = 64;  // of the first-level cache
-
-// Whether rows that lie so many bytes apart share one set of it, or two at most.
-inline bool share_set(int64_t bytes) { return bytes / tiles::kLine % kSets == 0; }
-inline bool share_sets(int64_t bytes) { return bytes / tiles::kLine % (kSets / 2) == 0; }
-
 // Outputs of a strip: of a gated product, one tile has their gates and the other their ups.
 inline int64_t strip_outputs(const LinearArgs& a) { return a.gated ? kTile : kStripTiles * kTile; }
 
