@@ -24,25 +24,42 @@ namespace tile_linear {
 constexpr int64_t kHalfTile = 8;   // outputs: the least that threads share out
 constexpr int64_t kNearSteps = 8;  // how far a row's reads are announced
 
-// What threads take of the outputs, one range after another: whole tiles, or halves of them.
+// What threads take of the outputs, one range after another, in halves of tiles. A thread's first
+// range is most of its share. Then ranges become smaller, down to half a tile: so threads end
+// together, even if some are slower than others.
 class Ranges {
  public:
-  Ranges(const LinearArgs& a, int64_t threads) {
-    const int64_t halves = a.n / kHalfTile, bytes = a.n * a.k * (a.gated ? 4 : 2);
-    const int64_t each = std::clamp<int64_t>(bytes / threads / kRangeBytes, 1, kRangesMost);
-    count_ = threads == 1 ? 1 : threads * each;
-    // If a thread takes one range of few tiles, one tile more or less is much of it.
-    const bool uneven = each == 1 && halves % (2 * threads) != 0 && halves <= 32 * threads;
-    unit_ = halves % 2 != 0 || (threads > 1 && uneven) ? kHalfTile : kTile;
-    units_ = halves * kHalfTile / unit_;
-    count_ = std::min(count_, units_);
+  Ranges(int64_t outputs, int64_t threads) {
+    int64_t left = outputs / kHalfTile;
+    for (int64_t at = 0; left > 0;) {
+      const auto tiles = int64_t(kTaken * double(left) / double(2 * threads) + 0.5);
+      const int64_t size = threads == 1 ? left : std::max<int64_t>(2 * tiles, 1);
+      const int64_t ranges = size > 1 ? std::min(threads, left / size) : left;
+      rounds_[round_count_++] = {count_, at, size};
+      count_ += ranges;
+      at += ranges * size;
+      left -= ranges * size;
+    }
   }
   int64_t count() const { return count_; }
-  int64_t begin(int64_t range) const { return units_ * range / count_ * unit_; }
+
+  Outputs operator[](int64_t range) const {
+    int r = round_count_ - 1;
+    while (range < rounds_[r].range) --r;
+    const int64_t at = rounds_[r].at + (range - rounds_[r].range) * rounds_[r].size;
+    return {at * kHalfTile, (at + rounds_[r].size) * kHalfTile};
+  }
 
  private:
-  static constexpr int64_t kRangeBytes = 128 << 10, kRangesMost = 32;  // of a thread
-  int64_t unit_, units_, count_;
+  static constexpr double kTaken = 0.6;  // of what is left, in a round of all threads
+
+  // From a range on, and from a half of a tile on: ranges of so many halves.
+  struct Round {
+    int64_t range, at, size;
+  };
+  Round rounds_[48];
+  int round_count_ = 0;
+  int64_t count_ = 0;
 };
 
 // A thread's strips, range by range.
@@ -52,13 +69,15 @@ class FewRows {
   FewRows(const LinearArgs& a, const TiledX& x)
       : a_(a), x_(x), row_bytes_(a.w_stride * int64_t(sizeof(bf16))), writer_(a, x.columns) {}
 
-  // Outputs [n, n1), halves of tiles. Those of [after, end) are read next, if there are any.
-  void multiply(int64_t n, int64_t n1, int64_t after, int64_t end) {
-    for (Spread now = first(n, n1), next; now.gap > 0; now = next) {
-      next = first(now.end(), n1);
-      if (now.rows != rows_) session_.emplace(int(x_.columns), int(rows_ = now.rows));
-      const auto strips = now.rows == kTile ? &FewRows::strips<kTile> : &FewRows::strips<kHalfTile>;
-      (this->*strips)(now, strip(next.gap > 0 ? next : first(after, end), 0));
+  // Outputs `now`, halves of tiles. `next()` says which are read after them, if any. It is asked when
+  // their first lines are announced. So what is next may be taken by others until then.
+  template <typename Next>
+  void multiply(const Outputs now, const Next& next) {
+    for (Spread spread = first(now), after; spread.gap > 0; spread = after) {
+      after = first({spread.end(), now.end});
+      if (spread.rows != rows_) session_.emplace(int(x_.columns), int(rows_ = spread.rows));
+      const auto then = [&] { return strip(after.gap > 0 ? after : first(next()), 0); };
+      spread.rows == kTile ? strips<kTile>(spread, then) : strips<kHalfTile>(spread, then);
     }
   }
 
@@ -69,14 +88,14 @@ class FewRows {
     int64_t apart;
   };
 
-  // The first of [n, n1): as many whole tiles as can be, or half of one. One strip, or an even number
-  // of them: outputs are written in pairs.
-  Spread first(int64_t n, int64_t n1) const {
-    const int64_t tiles = (n1 - n) / kTile;
-    if (tiles == 0) return {n, (n1 - n) / kHalfTile, kHalfTile};
+  // The first of them: as many whole tiles as can be, or half of one. One strip, or an even number of
+  // them: outputs are written in pairs.
+  Spread first(const Outputs of) const {
+    const int64_t tiles = (of.end - of.n) / kTile;
+    if (tiles == 0) return {of.n, (of.end - of.n) / kHalfTile, kHalfTile};
     int64_t gap = tiles / 2 * 2;
     while (gap > 0 && share_set(gap * row_bytes_)) gap -= 2;
-    return {n, std::max<int64_t>(gap, 1), kTile};
+    return {of.n, std::max<int64_t>(gap, 1), kTile};
   }
 
   Rows strip(const Spread& of, int64_t j) const {
@@ -84,32 +103,34 @@ class FewRows {
     return {w + (of.n + j) * row_bytes_, of.gap * row_bytes_};
   }
 
-  // Those of `now`, of so many outputs. `next` is read after them.
-  template <int Outputs>
-  void strips(const Spread& now, const Rows& next) const {
+  // Those of `now`, of so many outputs. `then()` is read after them.
+  template <int Count, typename Then>
+  void strips(const Spread& now, const Then& then) const {
     const int64_t ups = a_.n * row_bytes_;
     for (int64_t j = 0; j < now.gap; j += FewWriter<NB>::kStrips) {
       const int64_t count = std::min<int64_t>(now.gap - j, FewWriter<NB>::kStrips);
       for (int64_t s = 0; s < count; ++s) {
-        const Rows w = strip(now, j + s);
-        const Rows after = j + s + 1 < now.gap ? strip(now, j + s + 1) : next;
-        walk<Outputs>(w, after, writer_.sums(s));
-        if (a_.gated)
-          walk<Outputs>({w.at + ups, w.apart}, {after.at + ups, after.apart},
-                        writer_.sums(s, true));
+        const Rows w = strip(now, j + s), up{w.at + ups, w.apart};
+        const auto after = [&] { return j + s + 1 < now.gap ? strip(now, j + s + 1) : then(); };
+        if (!a_.gated) {
+          walk<Count>(w, after, writer_.sums(s));
+          continue;
+        }
+        walk<Count>(w, [&] { return up; }, writer_.sums(s));
+        walk<Count>(up, after, writer_.sums(s, true));
       }
       writer_.write(now, j, count);
     }
   }
 
-  // What is read after a strip is announced while its last steps are multiplied.
-  template <int Outputs>
-  void walk(const Rows& w, const Rows& after, float* sums) const {
+  // What is read after a strip, `after()`, is announced while its last steps are multiplied.
+  template <int Count, typename After>
+  void walk(const Rows& w, const After& after, float* sums) const {
     const int64_t steps = x_.steps, ahead = std::min(steps, kNearSteps);
     Position at{w.at, w.apart, x_};
     Chain<1, NB>::begin(nullptr);
-    at = steps_of<Outputs>(at, steps - ahead, {w.at + ahead * tiles::kLine, w.apart});
-    steps_of<Outputs>(at, ahead, after);
+    at = steps_of<Count>(at, steps - ahead, {w.at + ahead * tiles::kLine, w.apart});
+    steps_of<Count>(at, ahead, after());
     Chain<1, NB>::end(sums, x_.columns);
   }
 
@@ -119,10 +140,10 @@ class FewRows {
     TiledX x;
   };
 
-  template <int Outputs>
+  template <int Count>
   static Position steps_of(Position at, int64_t count, Rows announced) {
     for (int64_t k = 0; k < count; ++k) {
-      announce<Outputs>(announced);
+      announce<Count>(announced);
       announced.at += tiles::kLine;
       const bf16* x[2] = {at.x.data, at.x.tile(1)};
       Chain<1, NB>::step(at.w, {at.w, at.apart, 0, tiles::kLine}, x, 4 * at.x.columns);
@@ -133,11 +154,11 @@ class FewRows {
   }
 
   // A line of each row, into the first-level cache.
-  template <int Outputs>
+  template <int Count>
   static void announce(const Rows& of) {
     const uint8_t* line = of.at;
 #pragma GCC unroll 16
-    for (int r = 0; r < Outputs; ++r, line += of.apart) prefetch(line);
+    for (int r = 0; r < Count; ++r, line += of.apart) prefetch(line);
   }
 
   const LinearArgs& a_;
@@ -149,19 +170,19 @@ class FewRows {
 };
 
 // All outputs that fill halves of tiles. A thread that is slower, or is held up, takes fewer ranges.
-// It takes the next one before it begins one: reading goes on from one to the other.
+// It takes the next one before it ends one: reading goes on from one to the other.
 template <int NB>
 void few_rows(ThreadPool& pool, const LinearArgs& a, const TiledX& x, int64_t threads) {
-  const Ranges ranges(a, threads);
+  const Ranges ranges(a.n, threads);
   const int64_t count = ranges.count(), parts = std::min(threads, count);
   std::atomic<int64_t> taken{parts};
   pool.run(int(parts), [&](int part, int) {
     FewRows<NB> rows(a, x);
-    for (int64_t range = part, next; range < count; range = next) {
-      next = count > parts ? taken.fetch_add(1, std::memory_order_relaxed) : count;
-      rows.multiply(ranges.begin(range), ranges.begin(range + 1),
-                    ranges.begin(std::min(next, count)), ranges.begin(std::min(next + 1, count)));
-    }
+    for (int64_t range = part; range < count;)
+      rows.multiply(ranges[range], [&] {
+        range = count > parts ? taken.fetch_add(1, std::memory_order_relaxed) : count;
+        return range < count ? ranges[range] : Outputs{};
+      });
   });
 }
 

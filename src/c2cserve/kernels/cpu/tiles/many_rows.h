@@ -35,11 +35,6 @@ inline bool rows_in_place(const LinearArgs& a) {
          !share_sets(a.w_stride * int64_t(sizeof(bf16)));
 }
 
-// Outputs [n, end).
-struct Outputs {
-  int64_t n, end;
-};
-
 // A block of rows of x, with one range of outputs after another.
 class RowsBlock {
  public:

@@ -15,6 +15,11 @@ namespace tile_linear {
 
 constexpr int kStripTiles = 2;  // of 16 outputs, at most
 
+// Outputs [n, end).
+struct Outputs {
+  int64_t n, end;
+};
+
 // The rows of w that a walk reads: in place, or in a copy.
 struct Source {
   const uint8_t* at;
