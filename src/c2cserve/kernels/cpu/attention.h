@@ -6,192 +6,18 @@
 // share loads. So a row's bits depend on that row alone.
 #pragma once
 #include <algorithm>
-#include <cmath>
-#include <limits>
+#include <atomic>
 #include <memory>
 #include <type_traits>
 #include <vector>
 
-#include "attention_args.h"
+#include "attention_blocks.h"
 #include "chunks.h"
 #if defined(C2C_TILES)
 #include "tiles/prompt.h"
 #endif
 
 namespace c2c {
-
-constexpr int kTogether = 4;    // of them, rows that share the loads of a block
-
-// The part of a block a row sees, and its keys' weights.
-struct Share {
-  RowState* row;
-  int from, to;
-  float shrink;  // of what the row has gathered so far
-  float weights[kBlock];
-
-  bool sees_as(const Share& other) const { return from == other.from && to == other.to; }
-};
-
-// body(0) for an even i, body(1) for an odd one: as constants.
-template <typename Body>
-C2C_INLINE inline void by_parity(int64_t i, const Body& body) {
-  if (i % 2 == 0)
-    body(std::integral_constant<int, 0>());
-  else
-    body(std::integral_constant<int, 1>());
-}
-
-// Keys of dimension d, from key `from` on; `Half` is d % 2.
-template <int Half, typename T>
-inline vec keys_at(const T* k, int64_t d, int from) {
-  if constexpr (std::is_same_v<T, bf16>)
-    return load_half<Half>(k + (d - Half) * kBlock + 2 * from);
-  else
-    return load(k + d * kBlock + from);
-}
-
-// Values of key j, from dimension d on; `Half` is j % 2.
-template <int Half, typename T>
-inline vec values_at(const T* v, int64_t dim, int64_t j, int64_t d) {
-  if constexpr (std::is_same_v<T, bf16>)
-    return load_half<Half>(v + (j - Half) * dim + 2 * d);
-  else
-    return load(v + j * dim + d);
-}
-
-// The same of the last `rest` dimensions, fewer than a vector has.
-template <typename T>
-inline vec last_values_at(const T* v, int64_t dim, int64_t j, int64_t d, int rest) {
-  T lanes[kLanes] = {};
-  for (int i = 0; i < rest; ++i)
-    if constexpr (std::is_same_v<T, bf16>)
-      lanes[i] = v[j / 2 * 2 * dim + 2 * (d + i) + j % 2];
-    else
-      lanes[i] = v[j * dim + d + i];
-  return load(lanes);
-}
-
-// Scores of R rows against the 16 keys of a block, left in `weights`. `dim` is even.
-template <typename T, int R>
-inline void score(Share* shares, const T* k, int64_t dim) {
-  constexpr int kParts = kBlock / kLanes;
-  vec acc[R][kParts];
-  const float* q[R];
-  for (int r = 0; r < R; ++r) {
-    q[r] = shares[r].row->q;
-    for (int p = 0; p < kParts; ++p) acc[r][p] = zero();
-  }
-  const auto add = [&](auto half, int64_t d) C2C_INLINE {
-    vec keys[kParts];
-    for (int p = 0; p < kParts; ++p) keys[p] = held(keys_at<half()>(k, d, p * kLanes));
-    for (int r = 0; r < R; ++r) {
-      const vec query = splat(q[r][d]);
-      for (int p = 0; p < kParts; ++p) acc[r][p] = fma(query, keys[p], acc[r][p]);
-    }
-  };
-  for (int64_t d = 0; d < dim; d += 2) {
-    add(std::integral_constant<int, 0>(), d);
-    add(std::integral_constant<int, 1>(), d + 1);
-  }
-  for (int r = 0; r < R; ++r)
-    for (int p = 0; p < kParts; ++p) store(shares[r].weights + p * kLanes, acc[r][p]);
-}
-
-// Scores into weights, relative to the row's peak so far.
-inline void weigh(Share& s, float scale) {
-  RowState& row = *s.row;
-  const float hidden = -std::numeric_limits<float>::infinity();
-  for (int j = 0; j < s.from; ++j) s.weights[j] = hidden;
-  for (int j = s.to; j < kBlock; ++j) s.weights[j] = hidden;
-  vec best = splat(row.peak);
-  for (int p = 0; p < kBlock; p += kLanes) {
-    vec scaled = mul(load(s.weights + p), splat(scale));
-    store(s.weights + p, scaled);
-    best = max(best, scaled);
-  }
-  const float peak = largest(best);
-  for (int p = 0; p < kBlock; p += kLanes)
-    store(s.weights + p, exp(sub(load(s.weights + p), splat(peak))));
-  for (int j = 0; j < s.from; ++j) s.weights[j] = 0.0f;  // exp has a floor above it
-  for (int j = s.to; j < kBlock; ++j) s.weights[j] = 0.0f;
-  if (row.total == 0.0f)
-    s.shrink = 0.0f;
-  else
-    s.shrink = row.peak == peak ? 1.0f : exp1(row.peak - peak);
-  vec total = load(s.weights);
-  for (int p = kLanes; p < kBlock; p += kLanes) total = add(total, load(s.weights + p));
-  row.total = row.total * s.shrink + sum(total);
-  row.peak = peak;
-}
-
-// D vectors of R rows' sums, from dimension `d` on; the rows see the same keys.
-template <typename T, int R, int D>
-inline void gather(const Share* shares, const T* v, int64_t dim, int64_t d) {
-  vec acc[R][D];
-  for (int r = 0; r < R; ++r)
-    for (int i = 0; i < D; ++i)
-      acc[r][i] = mul(load(shares[r].row->acc + d + i * kLanes), splat(shares[r].shrink));
-  for (int j = shares[0].from; j < shares[0].to; ++j)
-    by_parity(j, [&](auto half) C2C_INLINE {
-      vec value[D];
-      for (int i = 0; i < D; ++i) value[i] = held(values_at<half()>(v, dim, j, d + i * kLanes));
-      for (int r = 0; r < R; ++r) {
-        vec weight = splat(shares[r].weights[j]);
-        for (int i = 0; i < D; ++i) acc[r][i] = fma(weight, value[i], acc[r][i]);
-      }
-    });
-  for (int r = 0; r < R; ++r)
-    for (int i = 0; i < D; ++i) store(shares[r].row->acc + d + i * kLanes, acc[r][i]);
-}
-
-template <typename T, int R>
-inline void gather_rows(const Share* shares, const T* v, int64_t dim) {
-  int64_t d = 0;
-  constexpr int kWide = 8 / R;  // eight sums at once
-  for (; d + kWide * kLanes <= dim; d += kWide * kLanes) gather<T, R, kWide>(shares, v, dim, d);
-  for (; d + kLanes <= dim; d += kLanes) gather<T, R, 1>(shares, v, dim, d);
-  const int rest = int(dim - d);
-  if (rest == 0) return;
-  for (int r = 0; r < R; ++r) {
-    vec acc = mul(load_tail(shares[r].row->acc + d, rest), splat(shares[r].shrink));
-    for (int j = shares[r].from; j < shares[r].to; ++j)
-      acc = fma(splat(shares[r].weights[j]), last_values_at(v, dim, j, d, rest), acc);
-    store_tail(shares[r].row->acc + d, acc, rest);
-  }
-}
-
-inline void announce(const uint8_t* plane, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) prefetch(plane + i);
-}
-
-// One block, for rows that look at one kv head; `ahead` is the block read next, or the same.
-template <typename T>
-void attend_block(const AttentionArgs& a, Share* shares, int count, int64_t block, int64_t ahead,
-                  int64_t head) {
-  const int64_t dim = a.kv.head_dim, bytes = a.kv.plane_bytes();
-  const T* k = reinterpret_cast<const T*>(a.kv.plane(block, 0, head));
-  const T* v = reinterpret_cast<const T*>(a.kv.plane(block, 1, head));
-  if (ahead != block) announce(a.kv.plane(ahead, 0, head), bytes);
-  int r = 0;
-  for (; r + kTogether <= count; r += kTogether) score<T, kTogether>(shares + r, k, dim);
-  for (; r + 2 <= count; r += 2) score<T, 2>(shares + r, k, dim);
-  for (; r < count; ++r) score<T, 1>(shares + r, k, dim);
-  for (r = 0; r < count; ++r) weigh(shares[r], a.scale);
-  if (ahead != block) announce(a.kv.plane(ahead, 1, head), bytes);
-  for (r = 0; r < count;) {
-    int same = 1;
-    while (same < kTogether && r + same < count && shares[r + same].sees_as(shares[r])) ++same;
-    if (same == kTogether) {
-      gather_rows<T, kTogether>(shares + r, v, dim);
-    } else if (same > 1) {
-      same = 2;
-      gather_rows<T, 2>(shares + r, v, dim);
-    } else {
-      gather_rows<T, 1>(shares + r, v, dim);
-    }
-    r += same;
-  }
-}
 
 // Fold a later split into what the splits before it gathered.
 inline void merge(RowState& into, const RowState& from, int64_t dim) {
@@ -280,46 +106,91 @@ void attend(const AttentionArgs& a, const Task& task, RowState* rows) {
   }
 }
 
-// Tasks of `rows` rows or fewer.
-inline std::vector<Task> attention_tasks(const AttentionArgs& a, int64_t rows) {
-  const int64_t group = a.heads / a.kv.kv_heads;
+inline int64_t splits_until(const AttentionArgs& a, int64_t seq, int64_t token) {
+  const int64_t keys = a.context_len[seq] - (a.q_start[seq + 1] - token);
+  return (keys + kSplit * kBlock - 1) / (kSplit * kBlock);
+}
+
+// Tasks of `rows` rows or fewer, of one kv head.
+inline void take_rows(std::vector<Task>& tasks, const AttentionArgs& a, int64_t seq, int64_t head,
+                      int64_t rows) {
+  const int64_t group = a.heads / a.kv.kv_heads, end = a.q_start[seq + 1];
   const int64_t queries = std::max<int64_t>(1, rows / group);
   const int64_t heads = std::min<int64_t>(group, rows);
+  for (int64_t q = a.q_start[seq]; q < end; q += queries) {
+    const int64_t count = std::min<int64_t>(queries, end - q);
+    for (int64_t g = 0; g < group; g += heads)
+      tasks.push_back({seq, q, count, head, g, std::min(g + heads, group), 0,
+                       splits_until(a, seq, q + count)});
+  }
+}
+
+#if defined(C2C_TILES)
+constexpr int64_t kTiledTokens = 48;  // of a sequence, from which on its tasks have whole tiles
+
+// The same, of pairs of tiles of x: all tokens of them, and some heads or all.
+inline void take_tiles(std::vector<Task>& tasks, const AttentionArgs& a, int64_t seq, int64_t head,
+                       int64_t rows) {
+  using chunks::kWalk;
+  const int64_t group = a.heads / a.kv.kv_heads, end = a.q_start[seq + 1];
+  const int64_t heads = std::clamp<int64_t>(rows / kWalk, 1, group);
+  const int64_t parts = (group + heads - 1) / heads;
+  const int64_t tokens = std::max<int64_t>(rows / (kWalk * group), 1) * kWalk;
+  for (int64_t q = a.q_start[seq], next; q < end; q = next) {
+    next = std::min(q / kWalk * kWalk + tokens, end);
+    for (int64_t p = 0; p < parts; ++p)
+      tasks.push_back({seq, q, next - q, head, group * p / parts, group * (p + 1) / parts, 0,
+                       splits_until(a, seq, next), true});
+  }
+}
+#endif
+
+// All tasks, of a sequence's kv heads one after another.
+inline std::vector<Task> attention_tasks(const AttentionArgs& a, int64_t rows) {
   std::vector<Task> tasks;
   for (int64_t s = 0; s < a.seqs; ++s)
-    for (int64_t q = a.q_start[s]; q < a.q_start[s + 1]; q += queries) {
-      const int64_t count = std::min<int64_t>(queries, a.q_start[s + 1] - q);
-      const int64_t keys = a.context_len[s] - (a.q_start[s + 1] - q) + count;
-      const int64_t splits = (keys + kSplit * kBlock - 1) / (kSplit * kBlock);
-      for (int64_t h = 0; h < a.kv.kv_heads; ++h)
-        for (int64_t g = 0; g < group; g += heads)
-          tasks.push_back({s, q, count, h, g, std::min(g + heads, group), 0, splits});
+    for (int64_t h = 0; h < a.kv.kv_heads; ++h) {
+#if defined(C2C_TILES)
+      if (rows > kTaskRows && a.q_start[s + 1] - a.q_start[s] >= kTiledTokens) {
+        take_tiles(tasks, a, s, h, rows);
+        continue;
+      }
+#endif
+      take_rows(tasks, a, s, h, rows);
     }
   return tasks;
 }
 
-// Few tasks over long contexts: the splits of each are shared out, then merged in order.
+// Few tasks over long contexts: the splits of each are shared out. Who ends a task's last one merges
+// them in order.
 template <typename T>
 void attention_by_splits(ThreadPool& pool, const AttentionArgs& a, const std::vector<Task>& tasks) {
-  std::vector<Task> parts;
-  for (Task task : tasks)
-    for (int64_t split = 0; split < task.split_to; ++split) {
-      parts.push_back(task);
-      parts.back().split_from = split;
-      parts.back().split_to = split + 1;
+  struct Part {
+    Task task;
+    size_t of;
+  };
+  std::vector<Part> parts;
+  std::vector<std::atomic<int64_t>> left(tasks.size());
+  for (size_t of = 0; of < tasks.size(); ++of) {
+    left[of] = tasks[of].split_to;
+    for (int64_t split = 0; split < tasks[of].split_to; ++split) {
+      parts.push_back({tasks[of], of});
+      parts.back().task.split_from = split;
+      parts.back().task.split_to = split + 1;
     }
+  }
   std::unique_ptr<RowState[]> states(new RowState[parts.size() * kTaskRows]);  // not cleared
   pool.each(int64_t(parts.size()), [&](int64_t i) {
-    attend<T>(a, parts[size_t(i)], states.get() + i * kTaskRows);
-  });
-  const RowState* part = states.get();
-  for (const Task& task : tasks) {
+    const auto& [part, of] = parts[size_t(i)];
+    attend<T>(a, part, states.get() + i * kTaskRows);
+    if (left[of].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     RowState rows[kTaskRows];
-    begin_rows(a, task, rows);
-    for (int64_t split = 0; split < task.split_to; ++split, part += kTaskRows)
-      for (int r = 0; r < task.rows(); ++r) merge(rows[r], part[r], a.kv.head_dim);
-    end_rows(a, task, rows);
-  }
+    begin_rows(a, tasks[of], rows);
+    const RowState* from = states.get() + (i - part.split_from) * kTaskRows;
+    for (int64_t split = 0; split < tasks[of].split_to; ++split, from += kTaskRows)
+      for (int r = 0; r < part.rows(); ++r) merge(rows[r], from[r], a.kv.head_dim);
+    end_rows(a, tasks[of], rows);
+  });
 }
 
 // The first sequence whose rows or blocks are not all there, or -1.
@@ -335,13 +206,21 @@ inline int64_t misplaced_sequence(const AttentionArgs& a) {
   return a.q_start[0] == 0 && a.q_start[a.seqs] == a.tokens ? -1 : 0;
 }
 
-// Rows that a task has. On tiles, more rows share the layout of keys and values. But every thread
+#if defined(C2C_CHUNKS)
+template <typename T>
+constexpr bool kInChunks = std::is_same_v<T, bf16>;
+#else
+template <typename T>
+constexpr bool kInChunks = false;
+#endif
+
+// Rows that a task has. On tiles a prompt's share the loads of keys and values. But every thread
 // should have several tasks.
 template <typename T>
 int64_t task_rows([[maybe_unused]] const ThreadPool& pool,
                   [[maybe_unused]] const AttentionArgs& a) {
 #if defined(C2C_TILES)
-  if constexpr (std::is_same_v<T, bf16>) {
+  if constexpr (kInChunks<T>) {
     const int64_t each = a.tokens * a.heads / (6 * pool.size()) / chunks::kWalk * chunks::kWalk;
     return std::clamp<int64_t>(each, chunks::kWalk, chunks::kPromptRows);
   }
@@ -349,33 +228,88 @@ int64_t task_rows([[maybe_unused]] const ThreadPool& pool,
   return kTaskRows;
 }
 
+// Multiplications of a task, as its units count them: a chunk takes as long with fewer rows or keys.
 template <typename T>
-void attend_whole(const AttentionArgs& a, const Task& task) {
-#if defined(C2C_TILES)
-  if constexpr (std::is_same_v<T, bf16>)
-    if (task.rows() > kTaskRows) return chunks::Prompt::of_thread().attend(a, task);
-#endif
+int64_t work_of(const AttentionArgs& a, const Task& task) {
+  int64_t rows = task.rows(), keys = a.context_len[task.seq];
+  if constexpr (kInChunks<T>) {
+    rows = (rows + chunks::kRows - 1) / chunks::kRows * chunks::kRows;
+    keys = (keys + chunks::kKeys - 1) / chunks::kKeys * chunks::kKeys;
+  }
+  return rows * keys * a.kv.head_dim;
+}
+
+template <typename T>
+void attend_few(const AttentionArgs& a, const Task& task) {
   RowState rows[kTaskRows];
   attend<T>(a, task, rows);
   end_rows(a, task, rows);
 }
+
+#if defined(C2C_TILES)
+constexpr int64_t kLaidOut = 32 << 20;  // bytes of keys and values at once, if there are several heads
+
+// All tasks, prompts once their keys and values are laid out. Later tasks come first: a prompt's end has the
+// most keys. `each(count, body)` calls body(i) for all.
+template <typename Each>
+void attend_laid_out(ThreadPool& pool, const AttentionArgs& a, const std::vector<Task>& tasks,
+                     const Each& each) {
+  using chunks::Layout;
+  for (size_t begin = 0, end = 0; begin < tasks.size(); begin = end) {
+    std::vector<Layout> layouts;
+    std::vector<size_t> of;  // of a task: the layout it reads, counted from one
+    int64_t values = 0, laid_out = 0;
+    for (; end < tasks.size(); ++end) {
+      const Task& task = tasks[end];
+      if (task.rows() > kTaskRows && (layouts.empty() || !layouts.back().of(task))) {
+        const Layout next(a, task.seq, task.head);
+        if (values > 0 && (values + next.size()) * int64_t(sizeof(bf16)) > kLaidOut) break;
+        layouts.push_back(next);
+        values += next.size();
+        laid_out += next.chunks();
+      }
+      of.push_back(task.rows() > kTaskRows ? layouts.size() : 0);
+    }
+    auto* data = reinterpret_cast<bf16*>(pool.between(values / 2));
+    std::vector<std::pair<const Layout*, int64_t>> pieces;
+    pieces.reserve(size_t(laid_out));
+    for (Layout& layout : layouts) {
+      layout.lie_at(data);
+      data += layout.size();
+      for (int64_t i = 0; i < layout.chunks(); ++i) pieces.emplace_back(&layout, i);
+    }
+    if (!pieces.empty())
+      each(laid_out, [&](int64_t i) { pieces[size_t(i)].first->take(a, pieces[size_t(i)].second); });
+    each(int64_t(of.size()), [&](int64_t i) {
+      const size_t at = of.size() - 1 - size_t(i);
+      if (of[at] > 0)
+        chunks::Prompt::of_thread().attend(a, tasks[begin + at], layouts[of[at] - 1]);
+      else
+        attend_few<bf16>(a, tasks[begin + at]);
+    });
+  }
+}
+#endif
 
 template <typename T>
 void attention_typed(ThreadPool& pool, const AttentionArgs& a) {
   const std::vector<Task> tasks = attention_tasks(a, task_rows<T>(pool, a));
   int64_t work = 0, splits = 0;
   for (const Task& task : tasks) {
-    work += task.rows() * a.context_len[task.seq] * a.kv.head_dim;
+    work += work_of<T>(a, task);
     splits = std::max(splits, task.split_to);
   }
   if (pool.size() > 1 && splits > 1 && int64_t(tasks.size()) < 2 * pool.size())
     return attention_by_splits<T>(pool, a, attention_tasks(a, kTaskRows));
-  if (work < 50'000)
-    for (const Task& task : tasks) attend_whole<T>(a, task);
-  else
-    pool.each(int64_t(tasks.size()), [&](int64_t i) {
-      attend_whole<T>(a, tasks[tasks.size() - 1 - size_t(i)]);  // a prompt's end has the most keys
-    });
+  const auto each = [&](int64_t count, const auto& body) {
+    constexpr int64_t kWorthHelpers = kInChunks<T> ? 200'000 : 50'000;
+    if (work >= kWorthHelpers) return pool.each(count, body);
+    for (int64_t i = 0; i < count; ++i) body(i);
+  };
+#if defined(C2C_TILES)
+  if constexpr (kInChunks<T>) return attend_laid_out(pool, a, tasks, each);
+#endif
+  each(int64_t(tasks.size()), [&](int64_t i) { attend_few<T>(a, tasks[tasks.size() - 1 - size_t(i)]); });
 }
 
 // `a` has no misplaced sequence. `dtype`: the cache's.

@@ -44,6 +44,7 @@ struct RowState {
 // Queries [query, query + count) of a sequence, some heads of one kv head's group, some splits.
 struct Task {
   int64_t seq, query, count, head, group_from, group_to, split_from, split_to;
+  bool by_tiles = false;  // its rows are computed by tiles of x: of a prompt, on tiles
   int rows() const { return int(count * (group_to - group_from)); }
 };
 

@@ -46,8 +46,8 @@ class ThreadPool {
 
   int size() const { return int(helpers_.size()) + 1; }
 
-  // Room for `n` floats; what it held before is lost. `scratch` is `linear`'s, `between` that of two
-  // products, and `workspace` holds the activations of a layer.
+  // Room for `n` floats; what it held before is lost. `scratch` is `linear`'s. `between` is that of two
+  // products, and of a prompt's keys and values. `workspace` holds the activations of a layer.
   float* scratch(int64_t n) { return scratch_.room(n); }
   float* between(int64_t n) { return between_.room(n); }
   float* workspace(int64_t n) { return workspace_.room(n); }

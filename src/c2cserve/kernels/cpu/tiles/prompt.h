@@ -5,20 +5,18 @@
 //   weights  [32 pairs of keys][16 rows][2]                            as tiles take them for B
 //   sums     [dimensions][16 rows]  A = v [16 dimensions][32 keys]     B = weights
 //
-// Keys and values are laid out once for all rows of a task, a split at a time. Then 32 rows walk
-// along it. Weights of one chunk are computed between the products of its neighbours: scores of
-// the next one, and sums of the one before. A product's bits do not depend on which of its factors
-// is A. So all is as `tiles/chunks.h` computes it, whose rows are few.
+// Keys and values have been laid out for all tasks. 32 rows walk along a split of them. Weights of
+// one chunk are computed between the products of its neighbours: scores of the next one, and sums
+// of the one before. A product's bits do not depend on which of its factors is A. So all is as
+// `tiles/chunks.h` computes it, whose rows are few.
 #pragma once
 #include "../chunk_rules.h"
 #include "../threads.h"
-#include "prompt_layout.h"
+#include "prompt_rows.h"
 
 namespace c2c::chunks {
 
-constexpr int kPromptRows = 512;  // of a task, at most
-constexpr int kSide = 2;          // groups of 16 rows that walk together
-constexpr int kWalk = kSide * kRows;
+constexpr int kSplitChunks = kSplit / kBlocks;
 
 class Prompt {
  public:
@@ -28,16 +26,14 @@ class Prompt {
   }
 
   // All splits of a task, and its output.
-  void attend(const AttentionArgs& a, const Task& task) {
+  void attend(const AttentionArgs& a, const Task& task, const Layout& layout) {
+    layout_ = &layout;
     begin(a, task);
     [[maybe_unused]] const tiles::Session session;
-    for (int64_t split = task.split_from; split < task.split_to; ++split) {
-      split_.take(a, task, split, *std::min_element(firsts_, firsts_ + rows_),
-                  *std::max_element(positions_, positions_ + rows_));
-      for (int64_t at = 0; at < rows_; at += kWalk)
+    for (int64_t split = task.split_from; split < task.split_to; ++split)
+      for (int64_t at = 0; at < rows_.count(); at += kWalk)
         if (walk(at, split)) merge(at);
-    }
-    end(a, task);
+    end(a);
   }
 
  private:
@@ -51,43 +47,21 @@ class Prompt {
   float* peaks(float* sums) const { return sums + (lines_ + 1) * kSquare; }
 
   void begin(const AttentionArgs& a, const Task& task) {
-    const int64_t dim = a.kv.head_dim, group = a.heads / a.kv.kv_heads;
-    const int64_t heads = task.group_to - task.group_from;
-    dim_ = dim;
-    steps_ = (dim + kWidth - 1) / kWidth;
-    lines_ = (dim + kRows - 1) / kRows;
+    dim_ = a.kv.head_dim;
+    steps_ = (dim_ + kWidth - 1) / kWidth;
+    lines_ = (dim_ + kRows - 1) / kRows;
     scale_ = a.scale * kLog2e;
-    rows_ = (task.rows() + kWalk - 1) / kWalk * kWalk;
-    split_.begin(dim);
-    queries_ = bf16_room(query_room_, rows_ * steps_ * kWidth);
-    gathered_ = state_room_.room((rows_ / kRows + kSide) * state());
-    sums_ = gathered_ + rows_ / kRows * state();
-    for (int64_t g = 0; g < rows_ / kRows; ++g)
-      std::fill_n(totals(gathered_ + g * state()), kRows, 0.0f);
-    alignas(64) bf16 narrowed[kRows * kHeadMax];
-    const int64_t width = steps_ * kWidth;
-    std::memset(narrowed, 0, size_t(kRows * width) * sizeof(bf16));
-    for (int64_t r = 0; r < rows_; ++r) {
-      // Lanes behind the last row repeat it.
-      const int64_t row = std::min<int64_t>(r, task.rows() - 1);
-      const int64_t token = task.query + row / heads, g = task.group_from + row % heads;
-      const int64_t position = a.context_len[task.seq] - (a.q_start[task.seq + 1] - token);
-      positions_[r] = int32_t(position);
-      firsts_[r] = a.window > 0 ? int32_t(std::max<int64_t>(0, position - a.window + 1)) : 0;
-      narrow(narrowed + r % kRows * width, a.q + token * a.q_stride + (task.head * group + g) * dim,
-             dim);
-      if ((r + 1) % kRows) continue;
-      for (int64_t s = 0; s < steps_; ++s)
-        transpose16(reinterpret_cast<uint32_t*>(queries_ + (r / kRows * steps_ + s) * kTile), kRows,
-                    reinterpret_cast<const uint32_t*>(narrowed + s * kWidth), width / 2, kRows,
-                    kRows);
-    }
+    rows_.begin(a, task);
+    const int64_t groups = rows_.count() / kRows;
+    gathered_ = state_room_.room((groups + kSide) * state());
+    sums_ = gathered_ + groups * state();
+    for (int64_t g = 0; g < groups; ++g) std::fill_n(totals(gathered_ + g * state()), kRows, 0.0f);
     std::fill_n(ones_, kTile, bf16{0x3f80});
   }
 
   // The rows from `at` on along a split. Returns whether they see a key of it.
   bool walk(int64_t at, int64_t split) {
-    const int32_t *first = firsts_ + at, *last = positions_ + at;
+    const int32_t *first = rows_.firsts(at), *last = rows_.positions(at);
     const int64_t from = *std::min_element(first, first + kWalk);
     const int64_t to = *std::max_element(last, last + kWalk);
     const int64_t begin = std::max(from / kKeys, split * kSplitChunks);
@@ -96,11 +70,10 @@ class Prompt {
     // Chunks that all rows see whole lie in [clear, veiled).
     const int64_t clear = (*std::max_element(first, first + kWalk) + kKeys - 1) / kKeys;
     const int64_t veiled = (*std::min_element(last, last + kWalk) + 1) / kKeys;
-    q_ = queries_ + at * steps_ * kWidth;
+    q_ = rows_.queries(at);
     for (int g = 0; g < kSide; ++g)
       std::fill_n(peaks(sums_ + g * state()), kRows, -std::numeric_limits<float>::infinity());
     fresh_ = true;
-    first_chunk_ = split * kSplitChunks;
     for (int64_t i = 0; i < 2 * steps_; ++i) score_step(begin, i);
     for (int64_t chunk = begin; chunk < end; ++chunk)
       weigh(chunk, chunk < clear || chunk >= veiled ? at : -1, chunk + 1 < end, chunk > begin);
@@ -150,7 +123,8 @@ class Prompt {
     for (int key = 0; key < kKeys; ++key, line += kRows)
       for (int p = 0; p < kParts; ++p) {
         const int64_t lanes = row + p * kLanes;
-        const uint32_t sees = lanes_that_see(firsts_ + lanes, positions_ + lanes, begin + key);
+        const uint32_t sees =
+            lanes_that_see(rows_.firsts(lanes), rows_.positions(lanes), begin + key);
         store(line + p * kLanes, select(sees, load(line + p * kLanes), hidden));
       }
   }
@@ -215,9 +189,8 @@ class Prompt {
   void score_step(int64_t chunk, int64_t index) {
     const int64_t half = index / steps_, s = index % steps_;
     if (s == 0) tiles::zero_sums();
-    const int64_t at = chunk - first_chunk_;
-    multiply(split_.keys(at, 2 * half, s), split_.keys(at, 2 * half + 1, s), q_ + s * kTile,
-             q_ + (steps_ + s) * kTile);
+    multiply(layout_->keys(chunk, 2 * half, s), layout_->keys(chunk, 2 * half + 1, s),
+             q_ + s * kTile, q_ + (steps_ + s) * kTile);
     if (s + 1 < steps_) return;
     for_squares(scores(chunk, 0) + 2 * half * kSquare, scores(chunk, 1) + 2 * half * kSquare,
                 [](auto t, float* c) { tiles::store<decltype(t)::value>(c, tiles::kLine); });
@@ -242,7 +215,6 @@ class Prompt {
   void gather_step(int64_t chunk, int64_t index) {
     const int64_t line = index / kHalves * 2, half = index % kHalves;
     float *low = sums_ + line * kSquare, *high = sums_ + state() + line * kSquare;
-    const int64_t at = chunk - first_chunk_;
     const bool one = line == lines_;
     if (half == 0 && fresh_) tiles::zero_sums();
     if (half == 0 && !fresh_) {
@@ -255,8 +227,8 @@ class Prompt {
     if (one)
       multiply(ones_, a, b);
     else
-      multiply(split_.values(at, line, half),
-               line + 1 < lines_ ? split_.values(at, line + 1, half) : ones_, a, b);
+      multiply(layout_->values(chunk, line, half),
+               line + 1 < lines_ ? layout_->values(chunk, line + 1, half) : ones_, a, b);
     if (half + 1 < kHalves) return;
     const auto store = [](auto t, float* c) {
       tiles::store<decltype(t)::value>(c, tiles::kLine);
@@ -322,65 +294,28 @@ class Prompt {
     }
   }
 
-  void end(const AttentionArgs& a, const Task& task) {
-    const int64_t group = a.heads / a.kv.kv_heads, heads = task.group_to - task.group_from;
+  void end(const AttentionArgs& a) const {
     alignas(64) float lines[kSquare];
-    for (int64_t at = 0; at < task.rows(); at += kRows) {
+    for (int64_t at = 0; at < rows_.count(); at += kRows) {
       float* sums = gathered_ + at / kRows * state();
-      int64_t tokens[kRows], columns[kRows];
-      const int64_t count = std::min<int64_t>(kRows, task.rows() - at);
-      for (int64_t r = 0; r < count; ++r) {
-        tokens[r] = task.query + (at + r) / heads;
-        columns[r] = (task.head * group + task.group_from + (at + r) % heads) * dim_;
-      }
       for (int64_t t = 0; t < lines_; ++t) {
         for (int i = 0; i < kSquare; i += kLanes)
           store(lines + i, div(load(sums + t * kSquare + i), load(totals(sums) + i % kRows)));
-        const int64_t dims = std::min<int64_t>(kRows, dim_ - t * kRows);
-        if (a.tiled_out)
-          end_tiled(a, lines, tokens, columns, count, t * kRows, dims);
-        else
-          end_rows(a, lines, tokens, columns, count, t * kRows, dims);
+        rows_.write(a, at, lines, t * kRows, std::min<int64_t>(kRows, dim_ - t * kRows));
       }
-    }
-  }
-
-  // Dimensions [d, d + dims) of `count` rows, which lie in lanes.
-  void end_rows(const AttentionArgs& a, const float* lines, const int64_t* tokens,
-                const int64_t* columns, int64_t count, int64_t d, int64_t dims) const {
-    alignas(64) float turned[kSquare];
-    transpose16(turned, kRows, lines, kRows, kRows, kRows);
-    for (int64_t r = 0; r < count; ++r)
-      std::memcpy(a.out + tokens[r] * a.heads * dim_ + columns[r] + d, turned + r * kRows,
-                  size_t(dims) * sizeof(float));
-  }
-
-  // The same in pairs, so nothing is turned.
-  void end_tiled(const AttentionArgs& a, const float* lines, const int64_t* tokens,
-                 const int64_t* columns, int64_t count, int64_t d, int64_t dims) const {
-    alignas(64) bf16 pairs[kSquare];
-    for (int64_t i = 0; i < dims; i += 2)
-      tile_linear::write_columns(pairs, kRows, i, lines + i * kRows, lines + (i + 1) * kRows);
-    for (int64_t r = 0; r < count; ++r) {
-      const tile_linear::TiledRow out(a.tiled_out, a.tokens, a.heads * dim_, tokens[r]);
-      for (int64_t i = 0; i < dims; i += 2)
-        std::memcpy(out.pair(columns[r] + d + i), pairs + i * kRows + 2 * r, 2 * sizeof(bf16));
     }
   }
 
   int64_t dim_ = 0, steps_ = 0, lines_ = 0;  // of 32 and of 16 dimensions
-  int64_t rows_ = 0;                         // lanes in all
   float scale_ = 0.0f;
-  SplitLayout split_;
-  Scratch query_room_, state_room_;
-  bf16* queries_ = nullptr;  // [16 rows][32 dimensions][16 pairs][16 rows][2]
+  const Layout* layout_ = nullptr;
+  PromptRows rows_;
+  Scratch state_room_;
   float* gathered_ = nullptr;  // states of all rows: of the splits so far
   float* sums_ = nullptr;      // states of the rows that walk: of this split
   const bf16* q_ = nullptr;
-  int64_t first_chunk_ = 0;
   bool fresh_ = false;  // nothing has been gathered yet
   bool shrinks_[2][kSide] = {};
-  int32_t positions_[kPromptRows], firsts_[kPromptRows];
   alignas(64) float scores_[2 * kSide * kScores];
   alignas(64) bf16 weights_[2 * kSide * kHalves * kTile];
   alignas(64) float shrink_[2 * kSide * kRows];

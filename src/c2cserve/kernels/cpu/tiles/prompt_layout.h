@@ -1,4 +1,5 @@
-// Keys and values of a split as tiles of A, and pairs of weights as tiles of B.
+// Keys and values of a sequence as tiles of A. They are laid out once, for all tasks of a step that
+// look at one kv head.
 #pragma once
 #include "../chunk_rules.h"
 #include "../threads.h"
@@ -6,13 +7,8 @@
 
 namespace c2c::chunks {
 
-constexpr int kSplitChunks = kSplit / kBlocks;
 constexpr int kTile = kRows * kWidth;    // bf16 values of A or B
 constexpr int kHalves = kKeys / kWidth;  // tiles of weights
-
-inline bf16* bf16_room(Scratch& scratch, int64_t n) {
-  return reinterpret_cast<bf16*>(scratch.room(n / 2));
-}
 
 // out[l][p] = pairs[p][l]: 16 lines of 16 pairs of values to a tile of A. Of each line, those of its
 // mask; others are zeros.
@@ -31,52 +27,64 @@ inline void turn_lines(bf16* out, const bf16* const (&lines)[16], const uint32_t
 #endif
 }
 
-class SplitLayout {
+//   chunk   keys [block][32 dimensions][16 keys][32 dimensions]
+//           values [16 dimensions][32 keys][16 dimensions][32 keys]
+class Layout {
  public:
-  void begin(int64_t dim) {
-    dim_ = dim;
-    steps_ = (dim + kWidth - 1) / kWidth;
-    lines_ = (dim + kRows - 1) / kRows;
-    keys_ = bf16_room(key_room_, kSplitChunks * kBlocks * steps_ * kTile);
-    values_ = bf16_room(value_room_, kSplitChunks * lines_ * kHalves * kTile);
+  // Of the keys that rows of this step see.
+  Layout(const AttentionArgs& a, int64_t seq, int64_t head)
+      : seq_(seq),
+        head_(head),
+        dim_(a.kv.head_dim),
+        steps_((dim_ + kWidth - 1) / kWidth),
+        lines_((dim_ + kRows - 1) / kRows),
+        end_(a.context_len[seq]) {
+    const int64_t position = end_ - (a.q_start[seq + 1] - a.q_start[seq]);
+    first_ = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
   }
 
-  // A split, as far as rows see it: keys from `first` to `last`.
-  void take(const AttentionArgs& a, const Task& task, int64_t split, int64_t first, int64_t last) {
-    const int64_t* table = a.block_table + task.seq * a.table_stride;
-    const int64_t begin = std::max(first / kBlock, split * kSplit);
-    const int64_t end = std::min(last / kBlock + 1, (split + 1) * kSplit);
-    // Pairs of blocks, up to whole chunks.
-    for (int64_t pair = begin / kBlocks * kBlocks; pair < (end + kBlocks - 1) / kBlocks * kBlocks;
-         pair += 2) {
-      const bf16* planes[2][2] = {};
-      for (int64_t i = 0; i < 2; ++i)
-        if (pair + i >= begin && pair + i < end)
-          for (int64_t v = 0; v < 2; ++v)
-            planes[v][i] =
-                reinterpret_cast<const bf16*>(a.kv.plane(table[pair + i], v, task.head));
-      for (int64_t i = 0; i < 2 && pair + 2 + i < end; ++i)
-        for (int64_t v = 0; v < 2; ++v)
-          announce(a.kv.plane(table[pair + 2 + i], v, task.head), a.kv.plane_bytes());
-      const int64_t at = pair - split * kSplit;
-      for (int64_t i = 0; i < 2; ++i)
-        if (planes[0][i]) take_keys(keys_ + (at + i) * steps_ * kTile, planes[0][i]);
-      take_values(values_ + (at / kBlocks * lines_ * kHalves + at % kBlocks / 2) * kTile, planes[1],
-                  first - pair * kBlock, last + 1 - pair * kBlock);
+  bool of(const Task& task) const { return task.seq == seq_ && task.head == head_; }
+  int64_t chunks() const { return (end_ + kKeys - 1) / kKeys - first_ / kKeys; }
+  int64_t size() const { return chunks() * chunk_size(); }  // values
+  void lie_at(bf16* data) { data_ = data; }
+
+  // The i-th chunk.
+  void take(const AttentionArgs& a, int64_t i) const {
+    const int64_t* table = a.block_table + seq_ * a.table_stride;
+    const int64_t begin = first_ / kBlock, end = (end_ + kBlock - 1) / kBlock;
+    const int64_t from = (first_ / kKeys + i) * kBlocks;
+    bf16 *keys = data_ + i * chunk_size(), *values = keys + kBlocks * steps_ * kTile;
+    const bf16* planes[kBlocks][2] = {};
+    for (int64_t b = 0; b < kBlocks; ++b)
+      for (int64_t v = 0; v < 2 && from + b >= begin && from + b < end; ++v) {
+        planes[b][v] = reinterpret_cast<const bf16*>(a.kv.plane(table[from + b], v, head_));
+        announce(planes[b][v], a.kv.plane_bytes());
+      }
+    for (int64_t b = 0; b < kBlocks; ++b)
+      if (planes[b][0]) take_keys(keys + b * steps_ * kTile, planes[b][0]);
+    for (int64_t half = 0; half < kHalves; ++half) {
+      const int64_t first = from * kBlock + half * kWidth;
+      take_values(values + half * kTile, planes[2 * half][1], planes[2 * half + 1][1],
+                  first_ - first, end_ - first);
     }
   }
 
-  // The chunk is counted from the first one of the split.
   const bf16* keys(int64_t chunk, int64_t block, int64_t step) const {
-    return keys_ + ((chunk * kBlocks + block) * steps_ + step) * kTile;
+    return at(chunk) + (block * steps_ + step) * kTile;
   }
   const bf16* values(int64_t chunk, int64_t line, int64_t half) const {
-    return values_ + ((chunk * lines_ + line) * kHalves + half) * kTile;
+    return at(chunk) + (kBlocks * steps_ + line * kHalves + half) * kTile;
   }
 
  private:
-  static void announce(const uint8_t* plane, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) prefetch_early(plane + i);
+  static void announce(const bf16* plane, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64)
+      prefetch_early(reinterpret_cast<const uint8_t*>(plane) + i);
+  }
+
+  int64_t chunk_size() const { return (kBlocks * steps_ + lines_ * kHalves) * kTile; }
+  const bf16* at(int64_t chunk) const {
+    return data_ + (chunk - first_ / kKeys) * chunk_size();
   }
 
   void take_keys(bf16* out, const bf16* plane) const {
@@ -93,23 +101,23 @@ class SplitLayout {
   }
 
   // Of two blocks; keys outside of [from, to) are seen by no row and count as zeros.
-  void take_values(bf16* out, const bf16* const (&planes)[2], int64_t from, int64_t to) const {
+  void take_values(bf16* out, const bf16* low, const bf16* high, int64_t from, int64_t to) const {
     for (int64_t t = 0; t < lines_; ++t) {
       const bf16* lines[16];
       uint32_t masks[16];
       for (int64_t p = 0; p < 16; ++p) {
         const int64_t key = 2 * p;
         masks[p] = pairs_seen(key, from, to) & first_pairs(dim_ - t * kRows);
-        lines[p] = masks[p] ? planes[key / kBlock] + key % kBlock * dim_ + 2 * t * kRows : nullptr;
+        lines[p] = masks[p] ? (key < kBlock ? low : high) + key % kBlock * dim_ + 2 * t * kRows
+                            : nullptr;
       }
       turn_lines(out + t * kHalves * kTile, lines, masks);
     }
   }
 
-  int64_t dim_ = 0, steps_ = 0, lines_ = 0;  // of 32 and of 16 dimensions
-  Scratch key_room_, value_room_;
-  bf16* keys_ = nullptr;    // [chunk][block][32 dimensions][16 keys][32 dimensions]
-  bf16* values_ = nullptr;  // [chunk][16 dimensions][32 keys][16 dimensions][32 keys]
+  int64_t seq_, head_, dim_, steps_, lines_;  // of 32 and of 16 dimensions
+  int64_t first_ = 0, end_;                   // keys
+  bf16* data_ = nullptr;
 };
 
 }  // namespace c2c::chunks
