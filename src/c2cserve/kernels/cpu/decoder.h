@@ -185,9 +185,8 @@ class LayerRunner {
   // hidden += x if there is any, then its norm: `x_`, or `tiled_`.
   void norm(const float* weight, const float* x, [[maybe_unused]] bool as_tiles) {
 #if defined(C2C_TILES)
-    using namespace tile_linear;
-    const auto norm_tiles = rows_ <= kFewRows ? rms_norm_few_tiles : rms_norm_tiles;
-    if (as_tiles) return norm_tiles(pool_, tiled_, x, hidden_, weight, s_.eps, rows_, s_.width);
+    if (as_tiles)
+      return tile_linear::rms_norm_tiles(pool_, tiled_, x, hidden_, weight, s_.eps, rows_, s_.width);
 #endif
     if (x)
       add_rms_norm(pool_, x_, x, hidden_, weight, s_.eps, rows_, s_.width);

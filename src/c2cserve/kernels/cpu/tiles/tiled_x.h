@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "../dot.h"
 #include "../rowwise.h"
@@ -117,38 +118,24 @@ inline float add_and_scale(float* row, const float* x, float eps, int64_t width)
   return rms_scale(row, eps, width);
 }
 
-// norm(rows), as tiles. With `x`, rows += x before.
+// norm(rows), as tiles. With `x`, rows += x before. A thread has the same rows in each call, so they
+// are in its cache, and packs them; or their columns are shared out.
 inline void rms_norm_tiles(ThreadPool& pool, bf16* out, const float* x, float* rows,
                            const float* weight, float eps, int64_t tokens, int64_t width) {
   const TiledX shape = TiledX::of(tokens, width);
-  pool.each((tokens + kTile - 1) / kTile, [=](int64_t t) {
-    float* first = rows + t * kTile * width;
-    const int64_t count = std::min<int64_t>(kTile, tokens - t * kTile);
-    float scales[kTile];
-    for (int64_t r = 0; r < count; ++r)
-      scales[r] = add_and_scale(first + r * width, x ? x + (t * kTile + r) * width : x, eps, width);
-    bf16* tile = out + t * shape.tile_size();
-    for (int64_t s = 0; s < shape.steps; ++s)
-      pack_step(tile + s * shape.step_size(), int(shape.columns), count, s * kStepColumns, width,
-                NormalizedRows{first, scales, weight, width});
-  });
-}
-
-// The same of few rows, shared out by rows, and then by columns.
-inline void rms_norm_few_tiles(ThreadPool& pool, bf16* out, const float* x, float* rows,
-                               const float* weight, float eps, int64_t tokens, int64_t width) {
-  const TiledX shape = TiledX::of(tokens, width);
-  float scales[kFewRows];
+  std::vector<float> scales(static_cast<size_t>(tokens));
   pool.rows(tokens, 2 * width, [&](int64_t t) {
-    scales[t] = add_and_scale(rows + t * width, x ? x + t * width : x, eps, width);
+    scales[size_t(t)] = add_and_scale(rows + t * width, x ? x + t * width : x, eps, width);
   });
+  const int64_t count = (tokens + kTile - 1) / kTile * shape.steps;
   const int parts = tokens * width < ThreadPool::kWorthHelpers ? 1 : pool.size();
   pool.run(parts, [&](int part, int all) {
-    for (int64_t t = 0; t < tokens; t += kTile)
-      for (int64_t s = shape.steps * part / all; s < shape.steps * (part + 1) / all; ++s)
-        pack_step(out + t / kTile * shape.tile_size() + s * shape.step_size(), int(shape.columns),
-                  std::min<int64_t>(kTile, tokens - t), s * kStepColumns, width,
-                  NormalizedRows{rows + t * width, scales + t, weight, width});
+    for (int64_t i = count * part / all; i < count * (part + 1) / all; ++i) {
+      const int64_t t = i / shape.steps * kTile;
+      pack_step(out + i * shape.step_size(), int(shape.columns),
+                std::min<int64_t>(kTile, tokens - t), i % shape.steps * kStepColumns, width,
+                NormalizedRows{rows + t * width, scales.data() + t, weight, width});
+    }
   });
 }
 
