@@ -90,8 +90,12 @@ _SOME_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "c2c_copy_strips": (None, (_P, _I)),
     "c2c_tile_steps": (c_double, (_P, _L, _L, _L)),
     "c2c_crc32": (c_uint32, (_P, _L)),
+    "c2c_trace_begin": (None, (_P, _L)),
+    "c2c_trace_count": (_L, (_P,)),
+    "c2c_trace_end": (None, (_P, _P)),
 }
-"""Functions that only some libraries have: those that multiply on tiles, those for x86."""
+"""Functions that only some libraries have: those that multiply on tiles, those for x86, and traces,
+which older builds that a benchmark compares with do not have."""
 
 
 class KernelsMissing(RuntimeError):

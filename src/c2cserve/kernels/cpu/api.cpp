@@ -39,6 +39,16 @@ void* c2c_pool_new(int threads, const int* cpus, int cpu_count) {
 
 void c2c_pool_free(void* pool) { delete static_cast<ThreadPool*>(pool); }
 
+// Records the next `calls` calls that are shared out, until `c2c_trace_end` copies them.
+void c2c_trace_begin(void* pool, int64_t calls) {
+  pool_of(pool).trace.reset(new Trace(pool_of(pool).size(), calls));
+}
+int64_t c2c_trace_count(void* pool) { return pool_of(pool).trace->count(); }
+void c2c_trace_end(void* pool, int64_t* out) {
+  pool_of(pool).trace->copy(out);
+  pool_of(pool).trace.reset();
+}
+
 int64_t c2c_embed(void* pool, float* out, const void* table, int dtype, int64_t vocab,
                   const int32_t* ids, int64_t tokens, int64_t hidden) {
   return embed(pool_of(pool), out, table, Dtype(dtype), vocab, ids, tokens, hidden);

@@ -51,22 +51,24 @@ ThreadPool::~ThreadPool() {
 }
 
 // The caller cannot continue before a part that is taken is done, so call_ and body_ do not change.
-void ThreadPool::run_part(int part, int parts) {
+void ThreadPool::run_part(int thread, int part, int parts) {
+  const int64_t began = trace ? trace->part_begins() : 0;
   call_(body_, part, parts);
+  if (trace) trace->part_ends(thread, began);
   done_.fetch_add(1, std::memory_order_release);
 }
 
-// The part of a thread, if it is not taken. A helper may be late, and ask with the ticket of a call
-// that is over: then its part was taken in that call or in a later one.
-void ThreadPool::take_own(int part, uint64_t ticket) {
+// A part that belongs to one thread, if it is not taken. A helper may be late, and ask with the
+// ticket of a call that is over: then its part was taken in that call or in a later one.
+void ThreadPool::take_own(int thread, int part, uint64_t ticket) {
   const uint64_t now = generation(ticket);
   std::atomic<uint64_t>& taken = taken_[size_t(part)].generation;
   uint64_t before = taken.load(std::memory_order_relaxed);
   if (before < now && taken.compare_exchange_strong(before, now, std::memory_order_acq_rel))
-    run_part(part, parts(ticket));
+    run_part(thread, part, parts(ticket));
 }
 
-void ThreadPool::take_shared() {
+void ThreadPool::take_shared(int thread) {
   while (true) {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
     if (parts(ticket) <= threads_ || next(ticket) >= parts(ticket)) return;
@@ -74,7 +76,7 @@ void ThreadPool::take_shared() {
     // too many, which the field has room for.
     ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
     if (parts(ticket) <= threads_ || next(ticket) >= parts(ticket)) return;
-    run_part(next(ticket), parts(ticket));
+    run_part(thread, next(ticket), parts(ticket));
   }
 }
 
@@ -98,6 +100,7 @@ void ThreadPool::dispatch(int count, Call call, const void* body) {
   call_ = call;
   body_ = body;
   done_.store(0, std::memory_order_relaxed);
+  if (trace) trace->begin(count);
   uint64_t ticket;
   {
     // Under the lock, or a helper that is about to sleep could miss it.
@@ -107,9 +110,9 @@ void ThreadPool::dispatch(int count, Call call, const void* body) {
   }
   wake_.notify_all();
   if (count <= threads_)
-    for (int part = 0; part < count; ++part) take_own(part, ticket);
+    for (int part = 0; part < count; ++part) take_own(0, part, ticket);
   else
-    take_shared();
+    take_shared(0);
   // A helper that lost its core in the middle of a part may need this one to get on.
   const auto until = std::chrono::steady_clock::now() + kSpin;
   while (done_.load(std::memory_order_acquire) != count) {
@@ -118,6 +121,7 @@ void ThreadPool::dispatch(int count, Call call, const void* body) {
     else
       std::this_thread::yield();
   }
+  if (trace) trace->end();
 }
 
 void ThreadPool::serve(int thread, int cpu) {
@@ -147,9 +151,9 @@ void ThreadPool::serve(int thread, int cpu) {
     seen = generation(ticket);
     if (stop_) return;
     if (parts(ticket) > threads_)
-      take_shared();
+      take_shared(thread);
     else if (thread < parts(ticket))
-      take_own(thread, ticket);
+      take_own(thread, thread, ticket);
   }
 }
 

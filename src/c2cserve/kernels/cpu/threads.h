@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "trace.h"
+
 namespace c2c {
 
 // Memory that is kept from call to call, unless it is so much that only a long prompt needs it. It
@@ -54,6 +56,8 @@ class ThreadPool {
 
   // For benchmarks: tiles read copies of w also where they need none. The bits are the same.
   bool copies_strips = false;
+  // Of the calls that are shared out. It is changed between calls.
+  std::unique_ptr<Trace> trace;
 
   static constexpr int kPartsMax = 1024;
   static constexpr int64_t kWorthHelpers = 30'000;  // operations of rows: waking helpers takes longer
@@ -111,9 +115,9 @@ class ThreadPool {
   void dispatch(int parts, Call call, const void* body);
   void serve(int thread, int cpu);
   void leave_helpers_cpu() const;
-  void take_own(int part, uint64_t ticket);
-  void take_shared();
-  void run_part(int part, int parts);
+  void take_own(int thread, int part, uint64_t ticket);
+  void take_shared(int thread);
+  void run_part(int thread, int part, int parts);
 
   Scratch scratch_, between_, workspace_;
   std::vector<std::thread> helpers_;
