@@ -333,10 +333,11 @@ class CpuOps(Apart):
     # ---- for benchmarks: traces, ways of `linear`, and ceilings ---------------------------------
 
     def traced(self, run: Callable[[], object], calls: int) -> Tensor:
-        """Return when threads began and ended their parts of the calls that `run` shares out, the
-        first `calls` of them, in nanoseconds. [calls, 3 + 2 threads] in int64: a call's number of
-        parts, its begin and end, and each thread's begin and end. They are zeros of a thread that
-        took none."""
+        """Return when threads worked at the first `calls` calls that `run` shares out.
+
+        [calls, 3 + 2 threads] in int64, times in nanoseconds. A row has a call's number of parts,
+        its begin and end, and each thread's begin and end. Those of a thread that took none are
+        zeros."""
         self._lib.c2c_trace_begin(self._pool, calls)
         try:
             run()

@@ -94,8 +94,8 @@ _SOME_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "c2c_trace_count": (_L, (_P,)),
     "c2c_trace_end": (None, (_P, _P)),
 }
-"""Functions that only some libraries have: those that multiply on tiles, those for x86, and traces,
-which older builds that a benchmark compares with do not have."""
+"""Functions that only some libraries have: those that multiply on tiles, and those for x86. Older
+builds, which a benchmark may load, have no traces."""
 
 
 class KernelsMissing(RuntimeError):

@@ -5,7 +5,7 @@
 //
 // Functions that take indices return -1, or the place of the first index that is out of bounds. In
 // that case they have written nothing.
-#include "attention.h"
+#include "attention/attention.h"
 #include "convert.h"
 #include "crc32.h"
 #include "decoder.h"

@@ -4,7 +4,7 @@
 //   x = norm(hidden)    y = o(attention(qkv(x)))      hidden += y
 //   x = norm(hidden)    y = down(silu(gate) * up)     hidden += y        or experts for the latter
 #pragma once
-#include "attention.h"
+#include "attention/attention.h"
 #include "kv.h"
 #include "linear.h"
 #include "moe.h"

@@ -4,7 +4,7 @@
 //   scores   A = q [16 rows][32 dimensions]    B = k [16 pairs of dimensions][16 keys]
 //   sums     A = weights [16 rows][32 keys]    B = v [16 pairs of keys][16 dimensions]
 #pragma once
-#include "../chunks.h"
+#include "../attention/chunks.h"
 
 namespace c2c::chunks {
 

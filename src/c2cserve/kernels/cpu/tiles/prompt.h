@@ -10,7 +10,7 @@
 // of the one before. A product's bits do not depend on which of its factors is A. So all is as
 // `tiles/chunks.h` computes it, whose rows are few.
 #pragma once
-#include "../chunk_rules.h"
+#include "../attention/chunk_rules.h"
 #include "../threads.h"
 #include "prompt_rows.h"
 

@@ -1,7 +1,7 @@
 // Keys and values of a sequence as tiles of A. They are laid out once, for all tasks of a step that
 // look at one kv head.
 #pragma once
-#include "../chunk_rules.h"
+#include "../attention/chunk_rules.h"
 #include "../threads.h"
 #include "transpose.h"
 

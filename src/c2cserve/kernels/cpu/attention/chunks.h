@@ -9,7 +9,7 @@
 // does not see weigh zero. Keys that no row of the task sees count as zeros, whatever lies there.
 #pragma once
 #include "chunk_rules.h"
-#include "tiles/registers.h"
+#include "../tiles/registers.h"
 
 #if defined(__AVX512BF16__) || defined(C2C_TILES)
 #define C2C_CHUNKS 1
@@ -59,7 +59,7 @@ inline vec chosen(uint64_t bits, vec yes, vec no) {
 }  // namespace c2c::chunks
 
 #if defined(C2C_TILES)
-#include "tiles/chunks.h"
+#include "../tiles/chunks.h"
 #else
 #include "chunk_dots.h"
 #endif

@@ -5,7 +5,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "attention_args.h"
+#include "args.h"
 
 namespace c2c {
 

@@ -9,8 +9,8 @@
 #include <limits>
 #include <memory>
 
-#include "attention_args.h"
-#include "dot.h"
+#include "args.h"
+#include "../dot.h"
 
 namespace c2c::chunks {
 

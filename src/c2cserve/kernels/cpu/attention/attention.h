@@ -11,10 +11,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "attention_blocks.h"
+#include "blocks.h"
 #include "chunks.h"
 #if defined(C2C_TILES)
-#include "tiles/prompt.h"
+#include "../tiles/prompt.h"
 #endif
 
 namespace c2c {

@@ -2,8 +2,8 @@
 #pragma once
 #include <limits>
 
-#include "kv.h"
-#include "tiles/tiled_x.h"
+#include "../kv.h"
+#include "../tiles/tiled_x.h"
 
 namespace c2c {
 
