@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from child_processes import children_of
 from cli_forks import CliForks
 from server_forks import ForkedServer, ServerForks
 
@@ -174,17 +175,11 @@ class ServerProcess:
 
     def children(self) -> list[int]:
         """Processes that the server started, by any of its threads."""
-        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
-        found = [(thread / "children").read_text().split() for thread in threads]
-        return sorted(int(pid) for pids in found for pid in pids)
+        return children_of(self.process.pid)
 
     def fork_servers(self) -> list[int]:
         """That process, if there is one, and those of its forks that the server has as children."""
-        command = b"c2cserve.serving.worker.process\0"
-        return [
-            pid for pid in self.children()
-            if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(command)
-        ]  # fmt: skip
+        return children_of(self.process.pid, "c2cserve.serving.worker.process")
 
     def fork_server_pid(self) -> int:
         """The process of which workers are forks; all slices are up."""

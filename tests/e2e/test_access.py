@@ -92,16 +92,9 @@ def test_a_shared_cache_is_asked_for(opened: ServerProcess) -> None:
 # ---- keys ---------------------------------------------------------------------------------------
 
 
-def children(pid: int) -> list[int]:
-    found = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(one) for one in (thread / "children").read_text().split()]
-    return sorted(set(found))
-
-
 def test_keys_are_neither_shown_nor_handed_on(locked: ServerProcess) -> None:
     """Not in `ps`, not to children, not in logs, not in shared memory."""
-    pids = children(locked.process.pid)
+    pids = locked.children()
     assert len(pids) >= 3, "a worker, and text processes"
     for pid in pids:
         environment = Path(f"/proc/{pid}/environ").read_bytes()

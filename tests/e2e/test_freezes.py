@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from child_processes import children_of
 from hostile_requests import ENDLESS, HUGE, ON_REQUEST, Costly, chat, costly, costly_templates
 from raw_http import HealthWatch, connect, error, exchange, post
 from server_process import SPECIALISTS, ServerProcess, wait_until
@@ -153,7 +154,9 @@ def text_ticks(server: ServerProcess) -> dict[int, int]:
 
     def idle() -> bool:
         before = dict(ticks)
-        ticks.update({pid: cpu_ticks(pid) for pid in text_pids(server)})
+        ticks.update(
+            {pid: cpu_ticks(pid) for pid in children_of(server.process.pid, "text.process")}
+        )
         return before == ticks and len(ticks) == 2 and all(map(sleeps, ticks))
 
     wait_until(idle, 60, "the text processes are idle", poll_s=0.5)
@@ -176,15 +179,6 @@ def busy_text(begun: dict[int, int]) -> int:
 
     wait_until(busy, 60, "a text process works", poll_s=0.01)
     return found[0]
-
-
-def text_pids(server: ServerProcess) -> list[int]:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    return [
-        pid
-        for pid in map(int, children.read_text().split())
-        if b"text.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
 
 
 def cpu_ticks(pid: int) -> int:

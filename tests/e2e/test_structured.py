@@ -7,11 +7,11 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import openai
 import pytest
+from child_processes import children_of
 from pydantic import BaseModel, Field
 from server_process import CATALOG, ServerProcess
 
@@ -193,13 +193,6 @@ def test_a_killed_worker_changes_no_answer(calling: ServerProcess) -> None:
     assert [name for name in os.listdir(calling.directory) if name.endswith(".tokens")]
 
 
-def grammar_pids(worker: int) -> list[int]:
-    found = Path(f"/proc/{worker}/task").glob("*/children")
-    pids = [int(pid) for one in found for pid in one.read_text().split()]
-    mark = b"c2cserve.grammars.process"
-    return [pid for pid in pids if mark in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
 @pytest.mark.parametrize("harm", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_grammar_process_in_trouble_holds_up_its_own_requests_only(
     calling: ServerProcess, harm: signal.Signals
@@ -213,7 +206,7 @@ def test_a_grammar_process_in_trouble_holds_up_its_own_requests_only(
         whole = client.completions.create(**body).choices[0].text
         chunks = client.completions.create(stream=True, **body)
         parts = [next(chunks).choices[0].text for _ in range(20)]
-        (pid,) = grammar_pids(calling.worker_pids()[0])
+        (pid,) = children_of(calling.worker_pids()[0], "c2cserve.grammars.process")
         os.kill(pid, harm)
         try:
             for model in ("hermes", "llama"):

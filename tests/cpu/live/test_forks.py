@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from child_processes import children_of
 from descriptors import no_descriptors
 
 from c2cserve.processes.prestarted import Prestarted
@@ -61,11 +62,6 @@ def take(spawner: Spawner) -> Spawned:
 def forks_pid(spawner: Spawner) -> int:
     assert spawner._forks is not None
     return spawner._forks.pid
-
-
-def children() -> set[int]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for task in tasks for pid in task.read_text().split()}
 
 
 def parent(pid: int) -> int:
@@ -161,9 +157,9 @@ def test_what_cannot_be_started_leaves_nothing_behind(start: Start) -> None:
 
 def test_the_fork_server_that_was_started_ahead_is_used(start: Start) -> None:
     start().close()  # its command is the short one from here on
-    before = children()
+    before = set(children_of(os.getpid()))
     worker_forks.FORK_SERVERS.prestart()
-    (ahead,) = children() - before
+    (ahead,) = set(children_of(os.getpid())) - before
     spawner = start()
     spawned = take(spawner)
     assert parent(spawned.process.pid) == os.getpid()
@@ -174,9 +170,9 @@ def test_the_fork_server_that_was_started_ahead_is_used(start: Start) -> None:
 
 @pytest.mark.parametrize("options", [["--port", "0", "--help"], ["--cluster=auto"]])
 def test_a_server_without_workers_starts_none_ahead(options: list[str]) -> None:
-    before = children()
+    before = set(children_of(os.getpid()))
     prestart(options)
-    assert children() == before
+    assert set(children_of(os.getpid())) == before
 
 
 def test_a_server_starts_ahead_what_it_needs_for_its_first_token() -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from child_processes import children_of
 from rich.console import Console
 
 from c2cserve import __version__
@@ -190,8 +191,3 @@ def test_an_interrupt_at_any_time_is_one_line(command: str, after_s: float) -> N
 COMMAND = (
     sys.executable, "-m", "c2cserve", "plan", "--hardware", "gh200", "--catalog", "llama-3.1-8b*4",
 )  # fmt: skip
-
-
-def children_of(process: int) -> list[str]:
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return [child for task in tasks for child in (task / "children").read_text().split()]
