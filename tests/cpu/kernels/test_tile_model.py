@@ -318,6 +318,11 @@ def step(
     return queries, arena, table, torch.tensor(lengths, dtype=torch.int32)
 
 
+def noise_arena(kv: KvLayout, blocks: int) -> torch.Tensor:
+    values = noise(blocks * kv.block_bytes // 2, seed=7).bfloat16()
+    return values.view(torch.uint8)
+
+
 @pytest.mark.parametrize("window", [0, 45])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (4, 2, 24), (20, 1, 80)])
 def test_attention(heads: int, kv_heads: int, dim: int, window: int) -> None:
@@ -359,6 +364,27 @@ def test_attention_of_a_prompt(heads: int, kv_heads: int, dim: int, window: int)
                 table[s : s + 1], dim**-0.5, window,
             )  # fmt: skip
             assert torch.equal(part, whole[end - rows : end])
+
+
+def test_more_keys_than_are_laid_out_at_once() -> None:
+    """32 MiB of them: heads take turns. A sequence of one row has nothing to lay out."""
+    heads, dim, context, new = 66, 64, 2000, 48
+    kv = KvLayout(1, heads, dim, "bfloat16")
+    assert heads * context * dim * 2 * 2 > 32 << 20
+    arena = noise_arena(kv, -(-context // 16) + 1)
+    blocks = torch.arange(-(-context // 16) + 1) * kv.block_bytes
+    table = torch.stack([blocks[:-1], blocks[-1:].expand(len(blocks) - 1)])
+    queries = noise(new + 1, 3 * heads * dim, seed=5).bfloat16().float()
+    starts = torch.tensor([0, new, new + 1], dtype=torch.int32)
+    lengths = torch.tensor([context, 3], dtype=torch.int32)
+    one, three = CpuOps(1, isa=TILE_MODEL), CpuOps(3, isa=TILE_MODEL)
+    whole = three.attention(queries, arena, kv, 0, starts, lengths, table, dim**-0.5, 0)
+    for row, seq, length in ((0, 0, context - new + 1), (new - 1, 0, context), (new, 1, 3)):
+        alone = one.attention(
+            queries[row][None], arena, kv, 0, torch.tensor([0, 1], dtype=torch.int32),
+            torch.tensor([length], dtype=torch.int32), table[seq : seq + 1], dim**-0.5, 0,
+        )  # fmt: skip
+        assert torch.equal(alone[0], whole[row])
 
 
 def test_experts() -> None:
