@@ -30,7 +30,7 @@ constexpr int64_t kPanel = 24;         // rows of w per visit: whole strips
 constexpr int64_t kGatedPanel = 48;    // gates per visit, and as many ups: whole panels and vectors
 constexpr int64_t kDepth = 1024;       // columns per visit, or more for tiles of few rows:
 constexpr int64_t kTileBytes = 24576;  // a tile of x stays in the first-level cache
-constexpr int64_t kAheadBytes = 512;   // how far reads are announced for few rows of x
+constexpr int64_t kAheadLines = 24;    // that are announced for few rows of x, of all streams
 constexpr int kSharedSetRows = 6;      // rows of x that are few where streams of w share a cache set
 
 #if defined(__AVX512F__)
@@ -146,7 +146,7 @@ void spread_tile(const LinearArgs& a, const Factor<T>* x, int64_t n, int64_t gap
   vec acc[MR][NR];
   const T* w[NR];
   const char *here[NR], *next[NR];
-  const int64_t distance = kAheadBytes / int64_t(sizeof(T));
+  constexpr int64_t distance = kAheadLines / NR * kLine / int64_t(sizeof(T));
   const int64_t turn = a.k > distance ? (a.k - distance) / (2 * kPair) * (2 * kPair) : 0;
   for (int j = 0; j < NR; ++j) {
     w[j] = static_cast<const T*>(a.w) + (n + j * gap) * a.w_stride;
@@ -186,10 +186,12 @@ struct Packed {
   const Factor<T>* row(int64_t m) const { return data + m * width; }
 };
 
+// Columns [k, end) of a tile, whole pairs.
 template <typename T>
-inline void pack_tile(Factor<T>* out, const LinearArgs& a, int64_t m0, int64_t m1) {
+inline void pack_tile(Factor<T>* out, const LinearArgs& a, int64_t m0, int64_t m1, int64_t k,
+                      int64_t end) {
   const int64_t rows = m1 - m0;
-  for (int64_t k = 0; k < a.k; k += kPair, out += rows * kPair)
+  for (out += k * rows; k < end; k += kPair, out += rows * kPair)
     for (int64_t i = 0; i < rows; ++i) {
       const float* in = a.x + (m0 + i) * a.x_stride + k;
       float lanes[kPair] = {};
@@ -320,13 +322,15 @@ Packed<T> pack(ThreadPool& pool, const LinearArgs& a) {
   const int64_t width = (a.k + kPair - 1) / kPair * kPair;
   constexpr int64_t kSize = sizeof(Factor<T>), kFloat = sizeof(float);
   auto* data = reinterpret_cast<Factor<T>*>(pool.scratch((a.m * width * kSize + 3) / kFloat));
-  const int64_t blocks = (a.m + kRows - 1) / kRows;
   const int most = is_few<T>(a) ? Dot<T>::kFewRows : Dot<T>::kMr;  // few: one tile
-  pool.run(a.m * a.k < 100'000 ? 1 : pool.size(), [&](int part, int all) {
-    for (int64_t b = blocks * part / all; b < blocks * (part + 1) / all; ++b) {
-      Tiling t(b * kRows, std::min((b + 1) * kRows, a.m), most);
+  // Shared out by columns: few rows have many of them.
+  const int64_t pairs = width / kPair;
+  pool.run(a.m * a.k < ThreadPool::kWorthHelpers ? 1 : pool.size(), [&](int part, int all) {
+    const int64_t k = pairs * part / all * kPair, end = pairs * (part + 1) / all * kPair;
+    for (int64_t m = 0; m < a.m; m += kRows) {
+      const Tiling t(m, std::min(m + kRows, a.m), most);
       for (int64_t i = 0; i < t.count; ++i)
-        pack_tile<T>(data + t.at(i) * width, a, t.at(i), t.at(i + 1));
+        pack_tile<T>(data + t.at(i) * width, a, t.at(i), t.at(i + 1), k, end);
     }
   });
   return {data, width};
