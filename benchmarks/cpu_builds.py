@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from cpu_prompt_parts import MODELS
+from cpu_prompt_parts import MODELS, numbers
 from gpu_models import config_of
 from report import report
 from torch import Tensor
@@ -195,10 +195,6 @@ def compare(builds: dict[str, CpuOps], step: Step, rounds: int, *, reads: bool) 
     return found
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",") if one]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -206,10 +202,10 @@ def main() -> None:
     parser.add_argument("builds", nargs="+", help="NAME=FOLDER")
     parser.add_argument("--level", default=native.chosen_isa())
     parser.add_argument("--models", default="0.5B")
-    parser.add_argument("--prompts", default=[128, 512], type=_numbers)
-    parser.add_argument("--decodes", default=[1, 4, 16], type=_numbers)
+    parser.add_argument("--prompts", default=[128, 512], type=numbers)
+    parser.add_argument("--decodes", default=[1, 4, 16], type=numbers)
     parser.add_argument("--context", default=256, type=int)
-    parser.add_argument("--chunks", default=[], type=_numbers)
+    parser.add_argument("--chunks", default=[], type=numbers)
     parser.add_argument("--threads", default=len(os.sched_getaffinity(0)), type=int)
     parser.add_argument("--rounds", default=9, type=int)
     parser.add_argument("--out", type=Path, help="JSON")

@@ -198,8 +198,8 @@ def measure(
     ]
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",")]
+def numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",") if one]
 
 
 def main() -> None:
@@ -207,9 +207,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="0.5B,1.5B")
-    parser.add_argument("--tokens", default=[128, 512, 2048], type=_numbers)
+    parser.add_argument("--tokens", default=[128, 512, 2048], type=numbers)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--scaling", type=_numbers, help="numbers of threads")
+    parser.add_argument("--scaling", type=numbers, help="numbers of threads")
     parser.add_argument("--level", default=chosen_isa())
     parser.add_argument("--copies", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_builds import Step, Weights
-from cpu_prompt_parts import MODELS
+from cpu_builds import Step, Weights, loaded
+from cpu_prompt_parts import MODELS, numbers
 from report import report
 from torch import Tensor
 
@@ -76,10 +76,6 @@ def trace(ops: CpuOps, step: Step, count: int) -> list[dict[str, Any]]:
     return per_call(torch.stack(traces), len(weights.layers))
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",") if one]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -87,15 +83,14 @@ def main() -> None:
     parser.add_argument("--model", default="0.5B", choices=MODELS)
     parser.add_argument("--level", default=native.chosen_isa())
     parser.add_argument("--threads", default=len(os.sched_getaffinity(0)), type=int)
-    parser.add_argument("--prompts", default=[128, 512], type=_numbers)
-    parser.add_argument("--decodes", default=[1, 8], type=_numbers)
+    parser.add_argument("--prompts", default=[128, 512], type=numbers)
+    parser.add_argument("--decodes", default=[1, 8], type=numbers)
     parser.add_argument("--context", default=256, type=int)
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    cpus = sorted(os.sched_getaffinity(0))[: given.threads]
-    ops = CpuOps(given.threads, cpus if given.threads > 1 else None, given.level)
+    ops = loaded(native.LIBRARY_FOLDER, given.level, given.threads)
     weights = Weights(given.model)
     cases = [("prompt", size, 1, size, size) for size in given.prompts]
     cases += [("decode", seqs, seqs, 1, given.context) for seqs in given.decodes]

@@ -154,9 +154,8 @@ def text_ticks(server: ServerProcess) -> dict[int, int]:
 
     def idle() -> bool:
         before = dict(ticks)
-        ticks.update(
-            {pid: cpu_ticks(pid) for pid in children_of(server.process.pid, "text.process")}
-        )
+        pids = children_of(server.process.pid, "c2cserve.server.text.process")
+        ticks.update({pid: cpu_ticks(pid) for pid in pids})
         return before == ticks and len(ticks) == 2 and all(map(sleeps, ticks))
 
     wait_until(idle, 60, "the text processes are idle", poll_s=0.5)

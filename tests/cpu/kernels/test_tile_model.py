@@ -250,6 +250,7 @@ def test_layers_are_their_operators_one_by_one(
 ) -> None:
     whole, single = Model.of(CpuOps(3, isa=isa), kind), Model.of(OneByOne(1, isa=isa), kind)
     got, want = whole.run(spans), single.run(spans)
+    assert spans is not WHOLE or sum(map(len, got.values())) > 32
     assert all(torch.equal(got[s].view(torch.int32), want[s].view(torch.int32)) for s in spans)
     assert torch.equal(whole.arena, single.arena)
 

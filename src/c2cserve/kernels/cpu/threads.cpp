@@ -52,7 +52,7 @@ ThreadPool::~ThreadPool() {
 
 // The caller cannot continue before a part that is taken is done, so call_ and body_ do not change.
 void ThreadPool::run_part(int thread, int part, int parts) {
-  const int64_t began = trace ? trace->part_begins() : 0;
+  const int64_t began = trace ? Trace::now() : 0;
   call_(body_, part, parts);
   if (trace) trace->part_ends(thread, began);
   done_.fetch_add(1, std::memory_order_release);

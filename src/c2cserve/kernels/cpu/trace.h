@@ -12,6 +12,12 @@ class Trace {
   // Room for so many calls. Later ones are not recorded.
   Trace(int threads, int64_t calls) : width_(kHead + 2 * threads), rows_(size_t(calls * width_)) {}
 
+  static int64_t now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+
   void begin(int parts) {
     if ((recording_ = size_t((count_ + 1) * width_) <= rows_.size())) {
       int64_t* row = rows_.data() + count_++ * width_;
@@ -23,7 +29,6 @@ class Trace {
     if (recording_) last()[2] = now();
   }
 
-  int64_t part_begins() const { return now(); }
   void part_ends(int thread, int64_t began) {
     if (!recording_) return;
     int64_t* times = last() + kHead + 2 * thread;
@@ -38,11 +43,6 @@ class Trace {
  private:
   static constexpr int64_t kHead = 3;
 
-  static int64_t now() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-  }
   int64_t* last() { return rows_.data() + (count_ - 1) * width_; }
 
   const int64_t width_;

@@ -1,5 +1,6 @@
 // What attention works on, whichever units multiply.
 #pragma once
+#include <algorithm>
 #include <limits>
 
 #include "../kv.h"
@@ -23,6 +24,15 @@ struct AttentionArgs {
   float scale;
   int64_t window;  // tokens a query sees, 0 for all
   bf16* tiled_out = nullptr;  // on tiles: instead of `out`, as tiles of x are loaded
+
+  // Where a token of this step stands in its sequence.
+  int64_t position(int64_t seq, int64_t token) const {
+    return context_len[seq] - (q_start[seq + 1] - token);
+  }
+  // The first key that is seen from there.
+  int64_t first_key(int64_t position) const {
+    return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+  }
 };
 
 struct RowState {

@@ -41,8 +41,8 @@ inline void begin_rows(const AttentionArgs& a, const Task& task, RowState* rows)
     for (int64_t g = task.group_from; g < task.group_to; ++g, ++rows) {
       const int64_t token = task.query + i;
       rows->q = a.q + token * a.q_stride + (task.head * group + g) * dim;
-      rows->position = a.context_len[task.seq] - (a.q_start[task.seq + 1] - token);
-      rows->first = a.window > 0 ? std::max<int64_t>(0, rows->position - a.window + 1) : 0;
+      rows->position = a.position(task.seq, token);
+      rows->first = a.first_key(rows->position);
       rows->clear(dim);
     }
 }
@@ -107,8 +107,7 @@ void attend(const AttentionArgs& a, const Task& task, RowState* rows) {
 }
 
 inline int64_t splits_until(const AttentionArgs& a, int64_t seq, int64_t token) {
-  const int64_t keys = a.context_len[seq] - (a.q_start[seq + 1] - token);
-  return (keys + kSplit * kBlock - 1) / (kSplit * kBlock);
+  return (a.position(seq, token) + kSplit * kBlock - 1) / (kSplit * kBlock);
 }
 
 // Tasks of `rows` rows or fewer, of one kv head.

@@ -38,10 +38,8 @@ class Layout {
         dim_(a.kv.head_dim),
         steps_((dim_ + kWidth - 1) / kWidth),
         lines_((dim_ + kRows - 1) / kRows),
-        end_(a.context_len[seq]) {
-    const int64_t position = end_ - (a.q_start[seq + 1] - a.q_start[seq]);
-    first_ = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
-  }
+        first_(a.first_key(a.position(seq, a.q_start[seq]))),
+        end_(a.context_len[seq]) {}
 
   bool of(const Task& task) const { return task.seq == seq_ && task.head == head_; }
   int64_t chunks() const { return (end_ + kKeys - 1) / kKeys - first_ / kKeys; }
@@ -116,7 +114,7 @@ class Layout {
   }
 
   int64_t seq_, head_, dim_, steps_, lines_;  // of 32 and of 16 dimensions
-  int64_t first_ = 0, end_;                   // keys
+  int64_t first_, end_;                   // keys
   bf16* data_ = nullptr;
 };
 

@@ -62,10 +62,10 @@ class PromptRows {
   }
 
   void take(const AttentionArgs& a, const Task& task, Lane lane) {
-    const int64_t position = a.context_len[task.seq] - (a.q_start[task.seq + 1] - lane.token);
+    const int64_t position = a.position(task.seq, lane.token);
     lanes_[count_] = lane;
     positions_[count_] = int32_t(position);
-    firsts_[count_++] = a.window > 0 ? int32_t(std::max<int64_t>(0, position - a.window + 1)) : 0;
+    firsts_[count_++] = int32_t(a.first_key(position));
   }
 
   void take_tiles(const AttentionArgs& a, const Task& task) {
